@@ -1,0 +1,77 @@
+"""Whole files only: written under a temporary name in the same folder, synced, then renamed.
+
+A reader never sees half a file under its final name, whatever moment the process is killed at; leftovers of killed writers carry
+the `.tmp-` prefix and are removed by the next writer of the same name.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash_train.errors import UserError
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; the caller writes a file or a folder there, and on a clean exit it becomes `path`.
+
+    An existing file is replaced; an existing folder is not (FileExistsError). Raises UserError when the disk is full or the
+    folder is not writable.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    try:
+        _remove(temporary)
+        yield temporary
+        _sync_tree(temporary)
+        if temporary.is_dir() and path.exists():
+            raise FileExistsError(path)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except OSError as error:
+        _remove(temporary)
+        if isinstance(error, FileExistsError):
+            raise
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes UTF-8 text atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Writes `value` as readable JSON atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(path: Path) -> None:
+    if path.is_dir():
+        for child in path.rglob("*"):
+            _sync(child)
+    _sync(path)

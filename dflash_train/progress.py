@@ -1,0 +1,67 @@
+"""Progress with rate and time left: a live bar on a terminal, a plain line now and then elsewhere (log files, CI)."""
+
+import sys
+import time
+from types import TracebackType
+
+
+class Progress:
+    """Counts `unit`s of work up to `total`. Only the main process passes `enabled=True`.
+
+    >>> with Progress("extract", total=1000, unit="tokens", enabled=True) as progress:
+    ...     progress.advance(100)
+    """
+
+    def __init__(self, title: str, total: float, unit: str, enabled: bool = True, seconds_between_lines: float = 10.0) -> None:
+        self.title, self.total, self.unit = title, total, unit
+        self.done = 0.0
+        self._note = ""
+        self._first = 0.0
+        self._enabled = enabled
+        self._terminal = sys.stderr.isatty()
+        self._seconds_between_lines = 0.2 if self._terminal else seconds_between_lines
+        self._started = self._last_shown = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._enabled and kind is None:
+            self._show()
+            if self._terminal:
+                print(file=sys.stderr)
+
+    def skip(self, amount: float) -> None:
+        """Counts work that an earlier launch has done: it moves the bar, not the rate."""
+        self.done += amount
+        self._first += amount
+
+    def advance(self, amount: float, note: str = "") -> None:
+        """Counts `amount` more units; `note` is shown at the end of the line."""
+        self.done += amount
+        self._note = note or self._note
+        if self._enabled and time.monotonic() - self._last_shown >= self._seconds_between_lines:
+            self._show()
+
+    def _show(self) -> None:
+        self._last_shown = time.monotonic()
+        seconds = max(self._last_shown - self._started, 1e-9)
+        rate = (self.done - self._first) / seconds
+        left = _clock((self.total - self.done) / rate) if rate > 0 else "unknown"
+        share = self.done / self.total if self.total else 1.0
+        line = f"{self.title} {share:6.1%} {self.done:,.0f}/{self.total:,.0f} {self.unit}, {_rate(rate)} {self.unit}/s, {left} left"
+        line += f" · {self._note}" if self._note else ""
+        if self._terminal:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,269 @@
+"""stage=train: a drafter from the feature dataset, on any number of processes, resumable after a kill at any moment.
+
+Reads the features, and of the target only its config, tokenizer, embedding and head. Writes into `run_dir/train`: `checkpoints/`,
+`best.json` (by held-out replay tau) and `metrics.jsonl`. What decides the weights is in each checkpoint's state and compared when a run
+continues: contract, data, seed and the settings of `_identity`. Every step and draw is a function of these, so a run that was killed
+ends with the weights of one that was not.
+"""
+
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from dflash_train.checkpoint import (
+    latest_checkpoint,
+    load_optimizer,
+    load_weights,
+    read_state,
+    record_best,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from dflash_train.config import Config, InitFrom, MixedPrecision, Stage
+from dflash_train.drafter import DFlashDraftModel, drafter_config
+from dflash_train.drafter_init import init_from_target
+from dflash_train.errors import UserError
+from dflash_train.features.reader import FeatureDataset, SampleRef
+from dflash_train.launch import make_accelerator
+from dflash_train.layers import FeatureContract, check_mask_token_id
+from dflash_train.optimizer import lr_at, make_optimizer
+from dflash_train.packing import RunPlan, usable
+from dflash_train.progress import Progress
+from dflash_train.run_folder import open_stage_dir, stage_dir
+from dflash_train.target import contract_for, load_config, load_ends, load_tokenizer, special_token_ids, text_config
+from dflash_train.tracking import Tracker
+from dflash_train.trainer import StepFigures, Trainer
+from dflash_train.training_data import PackReader, load_packs
+
+# settings of `train` that may change when a run continues: they decide the weights no further than rounding
+_FREE = {
+    "head_chunk_bytes",
+    "loader_workers",
+    "log_every_steps",
+    "evaluate_every_steps",
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "heldout_documents",
+    "resume",
+    "allow_incomplete_features",
+    "wandb_project",
+    "wandb_name",
+}
+
+
+def run(config: Config) -> None:
+    """Trains to the end of the plan, from the newest checkpoint of the run folder if there is one."""
+    accelerator = make_accelerator(config.train.mixed_precision)
+    dataset = FeatureDataset(stage_dir(config, Stage.extract), config.train.allow_incomplete_features)
+    contract = _checked_contract(config, dataset)
+    refs = _usable_samples(dataset, "train", accelerator.is_main_process)
+    if not refs:
+        raise UserError(f"{dataset.folder} has no training sample with two supervised tokens: there is nothing to train on")
+    identity = _identity(config, dataset, contract, len(refs))
+    checkpoint = _checkpoint_to_continue(config, identity)
+    train_dir = open_stage_dir(config, Stage.train, accelerator.is_main_process)
+
+    trainer = _make_trainer(config, accelerator, dataset, refs, checkpoint)
+    progress = read_state(checkpoint) if checkpoint else {"step": 0, "epoch": 0, "skipped_steps": 0, "best": None, "replay": None}
+    _Run(config, train_dir, dataset, refs, trainer, progress | identity).train()
+    accelerator.end_training()
+
+
+def _checked_contract(config: Config, dataset: FeatureDataset) -> FeatureContract:
+    """The contract of the settings, which has to be that of the features; before any weight is loaded."""
+    features = config.features
+    contract = contract_for(config.target, features.layer_ids, features.teacher_state, config.data.template_kwargs)
+    contract.require_equal(dataset.contract, "the settings with their target", f"features {dataset.folder}")
+    target = load_config(config.target)
+    special = special_token_ids(config.target, target, load_tokenizer(config.target))
+    check_mask_token_id(config.drafter.mask_token_id, text_config(target).vocab_size, special)
+    return contract
+
+
+def _usable_samples(dataset: FeatureDataset, split: str, is_main_process: bool) -> list[SampleRef]:
+    refs = dataset.refs(split)
+    found = usable(refs)
+    if is_main_process and len(found) < len(refs):
+        print(f"{len(refs) - len(found)} of {len(refs)} {split} samples are unusable: fewer than two supervised tokens", flush=True)
+    return found
+
+
+def _identity(config: Config, dataset: FeatureDataset, contract: FeatureContract, num_samples: int) -> dict[str, Any]:
+    """What decides the weights, JSON-able."""
+    settings = {f"train.{name}": value for name, value in asdict(config.train).items() if name not in _FREE}
+    settings |= {f"drafter.{name}": value for name, value in asdict(config.drafter).items()}
+    manifest = dataset.manifest
+    features = {name: getattr(manifest, name) for name in ("codec", "seed", "shard_tokens", "samples_digest")}
+    return {
+        "seed": config.seed,
+        "contract": contract.to_dict(),
+        "features": features | {"num_training_samples": num_samples},
+        "answers_from_target": manifest.answers_from_target,
+        "settings": settings,
+    }
+
+
+def _checkpoint_to_continue(config: Config, identity: dict[str, Any]) -> Path | None:
+    """The newest checkpoint, if there is one. Raises UserError with both sides when it belongs to another run."""
+    checkpoint = latest_checkpoint(stage_dir(config, Stage.train))
+    if checkpoint is None:
+        return None
+    if not config.train.resume:
+        raise UserError(f"train.resume=false, but there is {checkpoint}: choose another run_dir or delete that folder's checkpoints")
+    state = read_state(checkpoint)
+    there, here = (FeatureContract.from_dict(side["contract"]) for side in (state, identity))
+    there.require_equal(here, f"checkpoint {checkpoint}", "this run")
+    there, here = _flat(state), _flat(identity)
+    differing = [f"{name}: {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]]
+    if differing:
+        raise UserError(f"{checkpoint} is of another run ({'; '.join(differing)}): choose another run_dir, or delete its train folder")
+    return checkpoint
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    features = {f"features.{name}": value for name, value in identity["features"].items()}
+    return {name: identity[name] for name in ("seed", "answers_from_target")} | features | identity["settings"]
+
+
+def _make_trainer(
+    config: Config, accelerator: Accelerator, dataset: FeatureDataset, refs: list[SampleRef], checkpoint: Path | None
+) -> Trainer:
+    """The drafter with the same first weights on every process, its optimizer, and the target's two tables."""
+    text = text_config(load_config(config.target))
+    torch.manual_seed(config.seed)
+    drafter = DFlashDraftModel(drafter_config(config.drafter, dataset.contract.layer_ids, text, text.vocab_size)).float()
+    if checkpoint is not None:
+        load_weights(checkpoint, drafter)
+    elif config.drafter.init_from is InitFrom.target:
+        init_from_target(drafter, config.target, dataset.read(refs[0]).features_TLD)
+    optimizer = make_optimizer(drafter.to(accelerator.device), config.train.weight_decay)
+    if checkpoint is not None:
+        load_optimizer(checkpoint, drafter, optimizer)
+    head_dtype = torch.bfloat16 if config.train.mixed_precision is MixedPrecision.bf16 else torch.float32
+    return Trainer(
+        accelerator=accelerator,
+        drafter=drafter,
+        model=accelerator.prepare(drafter),
+        optimizer=optimizer,
+        ends=load_ends(config.target, accelerator.device, head_dtype),
+        max_grad_norm=config.train.max_grad_norm,
+        head_chunk_bytes=config.train.head_chunk_bytes,
+    )
+
+
+@dataclass
+class _Rates:
+    """Work and time of the steps since the last logged one."""
+
+    num_tokens: int = 0
+    num_blocks: int = 0
+    seconds: float = 0.0
+
+    def add(self, figures: StepFigures, seconds: float) -> None:
+        self.num_tokens += figures.num_tokens
+        self.num_blocks += figures.num_blocks
+        self.seconds += seconds
+
+    def per_second(self) -> dict[str, float]:
+        return {"tokens_per_second": self.num_tokens / self.seconds, "blocks_per_second": self.num_blocks / self.seconds}
+
+
+class _Run:
+    """The loop over the plan's steps: when it logs, evaluates and saves. `state` is what `state.json` holds."""
+
+    def __init__(
+        self, config: Config, train_dir: Path, dataset: FeatureDataset, refs: list[SampleRef], trainer: Trainer, state: dict[str, Any]
+    ) -> None:
+        self.config, self.settings, self.train_dir, self.dataset = config, config.train, train_dir, dataset
+        self.trainer, self.state = trainer, state
+        self.is_main_process = trainer.accelerator.is_main_process
+        settings = config.train
+        self.plan = RunPlan(refs, config.seed, settings.tokens_per_step, settings.tokens_per_pack, settings.shuffle_shards)
+        self.total_steps = settings.max_steps or self.plan.num_steps(settings.epochs)
+        self.heldout = self._heldout_samples()
+        self.rates = _Rates()
+
+    def train(self) -> None:
+        """Takes the steps that are left, and says which checkpoint is the best one."""
+        first = self.state["step"]
+        if self.is_main_process:
+            record_best(self.train_dir, self.state["best"])  # a kill may have come between a checkpoint and this record
+        wandb = {"wandb_project": self.settings.wandb_project, "wandb_name": self.settings.wandb_name}
+        with (
+            Tracker(self.train_dir, first, self.is_main_process, settings=asdict(self.config), **wandb) as tracker,
+            Progress("train", self.total_steps, "steps", self.is_main_process) as progress,
+        ):
+            progress.skip(first)
+            packs = self._packs(first)
+            for number, step in enumerate(self.plan.steps(first, self.total_steps), start=first + 1):
+                started = time.monotonic()
+                lr = lr_at(number - 1, self.total_steps, self.settings.lr, self.settings.warmup_share, self.settings.schedule)
+                figures = self.trainer.take_step(number, step, packs, lr)
+                self.rates.add(figures, time.monotonic() - started)
+                self.state |= {"step": number, "epoch": step.epoch, "replay": None}
+                self.state["skipped_steps"] += figures.loss is None
+                self._log(tracker, figures, lr)
+                self._evaluate_and_save(tracker)
+                progress.advance(1, self._note(figures))
+        if self.is_main_process:
+            print(f"train: {self.state['step']} steps, {self._best()}; checkpoints in {self.train_dir / 'checkpoints'}", flush=True)
+
+    def _heldout_samples(self) -> list[SampleRef]:
+        """The held-out samples to replay: the same random ones at every evaluation, because shards keep equal lengths together."""
+        refs = _usable_samples(self.dataset, "heldout", self.is_main_process)
+        if not refs and self.is_main_process:
+            print("warning: no held-out samples, so there will be no tau and no best checkpoint (data.heldout_share)", flush=True)
+        num = self.settings.heldout_documents or len(refs)
+        return random.Random(self.config.seed).sample(refs, min(num, len(refs)))
+
+    def _packs(self, first: int) -> Any:
+        settings, drafter, accelerator = self.settings, self.trainer.drafter, self.trainer.accelerator
+        reader = PackReader(
+            dataset=self.dataset,
+            seed=self.config.seed,
+            anchors_per_document=settings.anchors_per_document,
+            block_size=drafter.block_size,
+            mask_token_id=drafter.mask_token_id,
+            gamma=settings.decay_gamma,
+        )
+        steps = self.plan.steps(first, self.total_steps)
+        return load_packs(reader, steps, accelerator.process_index, accelerator.num_processes, settings.loader_workers)
+
+    def _log(self, tracker: Tracker, figures: StepFigures, lr: float) -> None:
+        if not self._is_due(self.settings.log_every_steps):
+            return
+        position = {name: self.state[name] for name in ("step", "epoch", "skipped_steps")}
+        shown = {"loss": figures.loss, "lr": lr, "grad_norm": figures.grad_norm, "train_anchor_tau": figures.train_anchor_tau}
+        tracker.log(position | shown | self.rates.per_second())
+        self.rates = _Rates()
+
+    def _evaluate_and_save(self, tracker: Tracker) -> None:
+        """A new best is always saved, so that `best.json` never names a checkpoint that is not there."""
+        is_new_best = False
+        if self.heldout and self._is_due(self.settings.evaluate_every_steps):
+            replay = self.trainer.evaluate(self.dataset, self.heldout, self.settings.tokens_per_pack, self.config.seed)
+            tracker.log({"step": self.state["step"]} | replay)
+            best = self.state["best"]
+            is_new_best = replay["tau"] is not None and (best is None or replay["tau"] > best["tau"])
+            self.state["replay"] = replay
+            if is_new_best:
+                self.state["best"] = {"step": self.state["step"], "tau": replay["tau"]}
+        if self.is_main_process and (is_new_best or self._is_due(self.settings.checkpoint_every_steps)):
+            save_checkpoint(self.train_dir, self.trainer.drafter, self.trainer.optimizer, self.state)
+            record_best(self.train_dir, self.state["best"])
+            remove_old_checkpoints(self.train_dir, self.settings.keep_checkpoints)
+
+    def _is_due(self, every_steps: int) -> bool:
+        return self.state["step"] % every_steps == 0 or self.state["step"] == self.total_steps
+
+    def _note(self, figures: StepFigures) -> str:
+        return (f"loss {figures.loss:.4f}, " if figures.loss is not None else "") + self._best()
+
+    def _best(self) -> str:
+        best = self.state["best"]
+        return f"best tau {best['tau']:.3f} at step {best['step']}" if best else "no tau yet"

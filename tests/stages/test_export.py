@@ -1,0 +1,82 @@
+"""Stage export: a checkpoint becomes a served folder, and only together with the target it was trained for."""
+
+import json
+
+import pytest
+import tiny_models
+import torch
+
+from dflash_train.checkpoint import save_checkpoint
+from dflash_train.config import Config, DrafterConfig, ExportConfig, FeaturesConfig, Stage, TargetConfig
+from dflash_train.drafter import DFlashDraftModel, drafter_config
+from dflash_train.errors import UserError
+from dflash_train.layers import LayerIds
+from dflash_train.stages.export import run
+from dflash_train.target import contract_for, load_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run with a trained checkpoint at step 20."""
+    target = TargetConfig(path=str(tiny_models.make_qwen3(tmp_path / "target")))
+    layer_ids = LayerIds((1, 3, 4), 6)
+    settings = DrafterConfig(num_layers=1, block_size=4, mask_token_id=300)
+    drafter = DFlashDraftModel(drafter_config(settings, layer_ids, load_config(target), 320))
+    contract = contract_for(target, list(layer_ids.ids), False, {})
+    state = {"step": 20, "contract": contract.to_dict(), "answers_from_target": "true"}
+    (tmp_path / "train").mkdir()
+    save_checkpoint(tmp_path / "train", drafter, torch.optim.AdamW(drafter.parameters()), state)
+    return Config(
+        stage=Stage.export,
+        run_dir=str(tmp_path),
+        target=target,
+        features=FeaturesConfig(layer_ids=[1, 3, 4], dir=str(tmp_path / "extract")),
+        drafter=settings,
+        export=ExportConfig(checkpoint="latest", dir=str(tmp_path / "served")),
+    )
+
+
+def test_a_checkpoint_is_exported_again_and_again(config, tmp_path, capsys):
+    for _ in range(2):
+        run(config)
+        assert "exported step-00000020: 14 tensors" in capsys.readouterr().out
+    served = tmp_path / "served"
+    names = {path.name for path in served.iterdir()}
+    assert names == {"config.json", "model.safetensors", "contract.json", "README.md", "config.yaml", "versions.json"}
+    assert DFlashDraftModel.from_pretrained(served, dtype=torch.float32).layer_ids.ids == (1, 3, 4)
+    card = (served / "README.md").read_text()
+    assert config.target.path in card and "tau: not measured" in card
+
+
+def test_the_card_quotes_the_evaluation(config, tmp_path):
+    (tmp_path / "evaluate").mkdir()
+    measured = {"prompts": "heldout", "mode": "replay", "tau": 2.5, "tau_ci95": None, "num_verifications": 9, "answers_from_target": "true"}
+    report = {"step": 20, "block_size": 4, "dtype": "float32", "sets": [measured]}
+    (tmp_path / "evaluate" / "report.json").write_text(json.dumps(report))
+    run(config)
+    assert "| heldout | replay | 2.500 | - | 9 | true |" in (tmp_path / "served" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("change", ["layer ids", "target", "template"])
+def test_another_contract_is_refused_with_both_sides(config, tmp_path, change):
+    match change:
+        case "layer ids":
+            config.features.layer_ids, sides = [1, 2, 4], r"layer_ids: \[1, 3, 4\] != \[1, 2, 4\]"
+        case "target":
+            tiny_models.make_qwen3(tmp_path / "target", seed=1)
+            sides = "target.weights.* != "
+        case "template":
+            config.data.template_kwargs, sides = {"enable_thinking": False}, "template_kwargs.*enable_thinking"
+    with pytest.raises(UserError, match=sides):
+        run(config)
+    assert not (tmp_path / "served").exists()
+
+
+def test_several_processes_and_foreign_folders_are_refused(config, tmp_path, monkeypatch):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="thesis.tex"):
+        run(config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="stage=export runs on one process"):
+        run(config)

@@ -1,0 +1,236 @@
+"""The training stage on a tiny real target, from chats to checkpoints: refusals, kills, and any number of processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
+from tiny_models import MASK_TOKEN_ID, make_qwen3, make_tokenizer
+
+from dflash_train.checkpoint import best_checkpoint, latest_checkpoint, load_drafter
+from dflash_train.config import (
+    Config,
+    DataConfig,
+    DrafterConfig,
+    FeaturesConfig,
+    LayerType,
+    MixedPrecision,
+    Stage,
+    TargetConfig,
+    TrainConfig,
+)
+from dflash_train.errors import UserError
+from dflash_train.features.reader import FeatureDataset
+from dflash_train.stages import extract, prepare, train
+from dflash_train.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run folder with features of 24 short chats, a few of them held out."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with (folder / "chats.jsonl").open("w") as file:
+        for i in range(24):
+            turns = [
+                {"role": "user", "content": f"Count from {i}."},
+                {"role": "assistant", "content": f"{i}, {i + 1}, {i + 2}." * (1 + i % 3)},
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    config = Config(
+        stage=Stage.train,
+        run_dir=str(folder / "run"),
+        target=TargetConfig(path=str(make_qwen3(folder / "target"))),
+        data=DataConfig(files=[str(folder / "chats.jsonl")], heldout_share=0.2),
+        features=FeaturesConfig(layer_ids=[1, 3], dir=str(folder / "run" / "extract"), shard_tokens=1600, tokens_per_forward=100),
+        drafter=DrafterConfig(
+            num_layers=2,
+            layer_types=[LayerType.sliding_attention, LayerType.full_attention],
+            sliding_window=16,
+            block_size=4,
+            mask_token_id=MASK_TOKEN_ID,
+        ),
+        train=TrainConfig(
+            max_steps=STEPS,
+            lr=3e-3,
+            tokens_per_step=300,
+            tokens_per_pack=100,
+            anchors_per_document=8,
+            loader_workers=0,
+            log_every_steps=1,
+            evaluate_every_steps=10,
+            checkpoint_every_steps=7,
+        ),
+    )
+    prepare.run(config)
+    extract.run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = replace(prepared, run_dir=str(tmp_path_factory.mktemp("undisturbed")))
+    train.run(config)
+    return config
+
+
+def with_train(config: Config, run_dir: Path, **settings: object) -> Config:
+    return replace(config, run_dir=str(run_dir), train=replace(config.train, **settings))
+
+
+def train_dir(config: Config) -> Path:
+    return Path(config.run_dir) / "train"
+
+
+def rows(config: Config, key: str) -> list[dict]:
+    lines = (train_dir(config) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if key in row]
+
+
+def assert_same_end(config: Config, undisturbed: Config) -> None:
+    """Equal bits in weights, optimizer and state; every step and evaluation once, with the same figures."""
+    here, there = latest_checkpoint(train_dir(config)), latest_checkpoint(train_dir(undisturbed))
+    assert here.name == there.name == f"step-{STEPS:08}"
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "config.json"):
+        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+    assert (train_dir(config) / "best.json").read_bytes() == (train_dir(undisturbed) / "best.json").read_bytes()
+    for key in ("loss", "tau"):
+        assert [(row["step"], row[key]) for row in rows(config, key)] == [(row["step"], row[key]) for row in rows(undisturbed, key)]
+
+
+def arguments(config: Config) -> list[str]:
+    """The settings of `config` as the command line takes them."""
+    settings = {"run_dir": config.run_dir, "target.path": config.target.path, "stage": "train"}
+    for section in ("features", "drafter", "train"):
+        settings |= {f"{section}.{name}": value for name, value in vars(getattr(config, section)).items() if value is not None}
+    shown = {name: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for name, value in settings.items()}
+    return [f"{name}={value}" for name, value in shown.items()]
+
+
+def test_learns_logs_and_keeps_the_best(undisturbed: Config) -> None:
+    logged = rows(undisturbed, "loss")
+    assert [row["step"] for row in logged] == list(range(1, STEPS + 1))
+    assert logged[-1]["loss"] < 0.9 * logged[0]["loss"]
+    assert {"epoch", "lr", "grad_norm", "tokens_per_second", "blocks_per_second", "train_anchor_tau", "skipped_steps"} < logged[0].keys()
+    taus = {row["step"]: row["tau"] for row in rows(undisturbed, "tau")}
+    assert list(taus) == [10, 20] and all({"tau_ci95", "anchor_tau"} < row.keys() for row in rows(undisturbed, "tau"))
+    best = best_checkpoint(train_dir(undisturbed))
+    drafter, state = load_drafter(best, "cpu")
+    assert state["replay"]["tau"] == max(taus.values()) == state["best"]["tau"]
+    assert (drafter.block_size, drafter.mask_token_id) == (4, MASK_TOKEN_ID)
+    kept = {path.name for path in (train_dir(undisturbed) / "checkpoints").iterdir()}
+    assert kept == {"step-00000014", "step-00000020", best.name}  # two newest and the best
+
+
+def test_stopped_between_two_checkpoints_it_ends_as_if_undisturbed(
+    prepared: Config, undisturbed: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_train(prepared, tmp_path)
+    take_step = Trainer.take_step
+
+    def stop_at_17(self: Trainer, number: int, *rest: object) -> object:
+        if number == 17:
+            raise KeyboardInterrupt
+        return take_step(self, number, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "take_step", stop_at_17)
+        train.run(config)
+    assert latest_checkpoint(train_dir(config)).name == "step-00000014"
+    train.run(with_train(config, tmp_path, loader_workers=1))  # what does not decide the weights may change
+    assert_same_end(config, undisturbed)
+    train.run(config)  # nothing is left to do
+    assert_same_end(config, undisturbed)
+
+
+def test_killed_at_once_it_ends_as_if_undisturbed(prepared: Config, undisturbed: Config, tmp_path: Path) -> None:
+    config = with_train(prepared, tmp_path)
+    command = [sys.executable, "-m", "dflash_train", *arguments(config)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        metrics = train_dir(config) / "metrics.jsonl"
+        while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 8):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert latest_checkpoint(train_dir(config)) is not None, (tmp_path / "log").read_text()
+    train.run(config)
+    assert_same_end(config, undisturbed)
+
+
+def test_two_processes_see_the_losses_of_one(prepared: Config, undisturbed: Config, tmp_path: Path) -> None:
+    config = with_train(prepared, tmp_path)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*launch, "-m", "dflash_train", *arguments(config)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    ours, theirs = ([row["loss"] for row in rows(side, "loss")] for side in (config, undisturbed))
+    assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=1e-5)
+    ours, theirs = ([(row["num_prompts"], row["num_verifications"] > 0) for row in rows(side, "tau")] for side in (config, undisturbed))
+    assert ours == theirs  # every held-out sample is walked once
+    train.run(with_train(config, tmp_path, checkpoint_every_steps=5))  # the checkpoint of two processes is one for any number
+
+
+def test_resume_refuses_another_run_and_shows_both_sides(undisturbed: Config) -> None:
+    run_dir = Path(undisturbed.run_dir)
+    with pytest.raises(UserError, match=r"train\.lr: 0\.003 there, 0\.1 here"):
+        train.run(with_train(undisturbed, run_dir, lr=0.1))
+    with pytest.raises(UserError, match=r"seed: 0 there, 1 here"):
+        train.run(replace(undisturbed, seed=1))
+    with pytest.raises(UserError, match=r"train\.resume=false, but there is .*step-00000020"):
+        train.run(with_train(undisturbed, run_dir, resume=False))
+
+
+def test_features_of_another_target_or_contract_are_refused(prepared: Config, tmp_path: Path) -> None:
+    def refused(config: Config, match: str) -> None:
+        with pytest.raises(UserError, match=match):
+            train.run(replace(config, run_dir=str(tmp_path / "run")))
+        assert not (tmp_path / "run").exists()
+
+    refused(replace(prepared, features=replace(prepared.features, layer_ids=[1, 2])), r"layer_ids: \[1, 2\] != \[1, 3\]")
+    refused(replace(prepared, drafter=replace(prepared.drafter, mask_token_id=258)), "mask_token_id=258 is the target's eos token")
+
+    copy = shutil.copytree(prepared.target.path, tmp_path / "target")
+    other = replace(prepared, target=replace(prepared.target, path=str(copy)))
+    tensors = load_file(copy / "model.safetensors")
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 1}, copy / "model.safetensors", metadata={"format": "pt"})
+    refused(other, r"target\.weights\.model\.safetensors: \w+ != \w+")
+    shutil.copy(Path(prepared.target.path) / "model.safetensors", copy)
+    make_tokenizer(copy, chat_template="{{ messages[0].content }}")
+    refused(other, r"tokenizer\.chat_template: \w+ != \w+")
+
+
+def test_without_a_trainable_sample_it_says_so(prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "usable", lambda refs: [])
+    with pytest.raises(UserError, match="no training sample with two supervised tokens"):
+        train.run(with_train(prepared, tmp_path))
+
+
+def test_a_mask_token_that_the_data_uses_is_one_line_from_a_loader_worker_too(prepared: Config, tmp_path: Path) -> None:
+    dataset = FeatureDataset(prepared.features.dir)
+    used = int(dataset.read(dataset.refs("train")[0]).input_ids_T[-4])  # of the answer, not a special token
+    config = with_train(prepared, tmp_path, loader_workers=1)
+    with pytest.raises(UserError, match=rf"^drafter\.mask_token_id={used} occurs in the data .*$"):
+        train.run(replace(config, drafter=replace(config.drafter, mask_token_id=used)))
+
+
+def test_mixed_precision_keeps_fp32_masters(prepared: Config, tmp_path: Path) -> None:
+    config = with_train(prepared, tmp_path, max_steps=2, mixed_precision=MixedPrecision.bf16)
+    AcceleratorState._reset_state(reset_partial_state=True)  # Accelerate allows one precision per process
+    train.run(config)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    tensors = load_file(latest_checkpoint(train_dir(config)) / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert any((tensor.bfloat16().float() != tensor).any() for tensor in tensors.values())
