@@ -11,13 +11,16 @@ Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages
 
 - **the contract**   `layers.py` is the only place where a layer index changes convention; what a feature dataset, a checkpoint and an
   export were made from is a `FeatureContract`, compared whole whenever one is read.
-- **the target**     `target.py` loads it (or only its embedding and head) and identifies it; `capture.py` runs it and collects features.
+- **the target**     `target.py` loads it (or only its embedding and head) and identifies it; `weight_files.py` reads single tensors;
+  `capture.py` runs it and collects features.
 - **the data**       `conversations.py` reads chats, `chat.py` turns them into ids and a loss mask, `samples.py` keeps them on disk.
 - **the features**   `features/` plans, writes, checks and reads the dataset of shards.
 - **the drafter**    `blocks.py` anchors and blocks, `masks.py` who sees whom, `attention.py`, `drafter.py` the model (it trains and
   decodes with the same code), `drafter_init.py` a start from the target's layers.
-- **the training**   `packing.py` decides which samples meet in which step, `loss.py`, `optimizer.py`, `checkpoint.py`, `tracking.py`.
-- **the figures**    `acceptance.py` defines tau and replays stored answers, `decoding.py` decodes with the target, `report.py` writes.
+- **the training**   `packing.py` decides which samples meet in which step, `training_data.py` reads them, `trainer.py` takes a step;
+  `loss.py`, `optimizer.py`, `checkpoint.py`, `tracking.py`.
+- **the figures**    `acceptance.py` defines tau and replays stored answers, `decoding.py` decodes with the target, both through
+  `drafting.py`; `report.py` writes.
 - **the consumers**  `serving/` writes what vLLM and SGLang read.
 - **the frame**      `cli.py`, `config.py`, `launch.py`, `run_folder.py`, `progress.py`, `atomic.py`, `errors.py`.
 

@@ -15,6 +15,8 @@ from typing import Any
 from dflash_train.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
+_UMASK = os.umask(0)
+os.umask(_UMASK)
 
 
 @contextmanager
@@ -29,7 +31,8 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     try:
         _remove(temporary)
         yield temporary
-        _sync_tree(temporary)
+        for written in (temporary, *temporary.rglob("*")):
+            _finish(written)
         if temporary.is_dir() and path.exists():
             raise FileExistsError(path)
         os.replace(temporary, path)
@@ -70,8 +73,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_tree(path: Path) -> None:
-    if path.is_dir():
-        for child in path.rglob("*"):
-            _sync(child)
+def _finish(path: Path) -> None:
+    """Gives a file the mode every other program would (safetensors' own is for its owner alone) and brings it to the disk."""
+    if path.is_file():
+        path.chmod(0o666 & ~_UMASK)
     _sync(path)

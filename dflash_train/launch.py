@@ -2,32 +2,52 @@
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from dflash_train.errors import UserError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def make_accelerator(mixed_precision: str = "no"):
+_PATIENCE = timedelta(hours=2)  # how long a process waits for the others, which may have longer shards or answers to finish
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # who launched says how many processes there are
+
+
+def make_accelerator(mixed_precision: str = "no") -> "Accelerator":
     """An `Accelerator` on this process's GPU, or on the CPU with gloo when there is none.
 
-    Raises UserError when a launcher started several processes that do not know of each other (Accelerate 1.15 on CPU without
-    `cpu=True`, or a launcher that sets `WORLD_SIZE` for something else): they would all write the same files.
+    Raises UserError when a launcher started several processes that would not know of each other: they would all write the same files.
+    Accelerate 1.15 does that on a CPU unless it is told `cpu=True`, and so does `srun` without a launcher.
     """
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))
+    launched = launched_processes()
+    if launched > 1 and "MASTER_ADDR" not in os.environ:
+        raise _independent_jobs(launched, 1)
+    patience = InitProcessGroupKwargs(timeout=_PATIENCE)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed_precision, kwargs_handlers=[patience])
-    expected = int(os.environ.get("WORLD_SIZE", "1"))
-    if expected != accelerator.num_processes:
-        raise UserError(
-            f"WORLD_SIZE={expected} but Accelerate runs {accelerator.num_processes} process(es): the launch would start independent jobs "
-            "that write the same files; without a GPU use `accelerate launch --multi_gpu --num_processes N` or `torchrun`"
-        )
+    if launched != accelerator.num_processes:
+        raise _independent_jobs(launched, accelerator.num_processes)
     return accelerator
+
+
+def launched_processes() -> int:
+    """How many processes the launcher says it started."""
+    return next((int(os.environ[name]) for name in _SIZES if name in os.environ), 1)
 
 
 def refuse_several_processes(stage: str) -> None:
     """Raises UserError when a stage that runs on one process was started on several."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise UserError(f"stage={stage} runs on one process, but WORLD_SIZE={world}: start it with `python -m dflash_train stage={stage}`")
+    launched = launched_processes()
+    if launched > 1:
+        raise UserError(
+            f"stage={stage} runs on one process, {launched} were launched: start it with `python -m dflash_train stage={stage} ...`"
+        )
+
+
+def _independent_jobs(launched: int, joined: int) -> UserError:
+    return UserError(
+        f"{launched} processes were launched but Accelerate joins {joined}: they would be independent jobs that write the same files; "
+        "use `accelerate launch` or `torchrun` (without a GPU: `accelerate launch --multi_gpu --num_processes N`)"
+    )

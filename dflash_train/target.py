@@ -11,29 +11,20 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import (
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from dflash_train.config import TargetConfig
 from dflash_train.errors import UserError
 from dflash_train.layers import FeatureContract, LayerIds, refuse_residual_streams
 from dflash_train.weight_files import StoredTensor, read_tensor, sample_digest, stored_tensors, weight_paths
+
+if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, which a mistake in a setting need not wait for
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +49,7 @@ _RESCALING = (
 class Target:
     """The loaded model, frozen and in eval mode, and the parts of its language model."""
 
-    model: PreTrainedModel
+    model: "PreTrainedModel"
     config: PreTrainedConfig  # whole, with the vision part of a wrapper
     text_config: PreTrainedConfig
     decoder: nn.Module  # embeddings, layers and final norm; no head
@@ -280,7 +271,9 @@ def _is_tied(config: PreTrainedConfig, text: PreTrainedConfig, written: dict[str
     return bool(text.tie_word_embeddings)
 
 
-def _model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+def _model_class(config: PreTrainedConfig) -> "type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]":
+    from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
+
     is_wrapper = text_config(config) is not config
     return AutoModelForMultimodalLM if is_wrapper and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
 
@@ -289,14 +282,14 @@ def _module_name(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def _head(settings: TargetConfig, model: PreTrainedModel) -> nn.Module:
+def _head(settings: TargetConfig, model: "PreTrainedModel") -> nn.Module:
     head = model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
     if head is None:
         raise UserError(f"{_named(settings)}: {type(model).__name__} has no head, so it is no language model")
     return head
 
 
-def _refuse_missing(settings: TargetConfig, model: PreTrainedModel, missing: set[str]) -> None:
+def _refuse_missing(settings: TargetConfig, model: "PreTrainedModel", missing: set[str]) -> None:
     language = [_module_name(model, _find_decoder(model)), _module_name(model, _head(settings, model))]
     lost = sorted(name for name in missing if any(part == "" or name.startswith(f"{part}.") for part in language))
     if lost:
@@ -304,7 +297,7 @@ def _refuse_missing(settings: TargetConfig, model: PreTrainedModel, missing: set
         raise UserError(f"{_named(settings)} lacks {', '.join(lost[:3])}{more}: transformers would go on with random weights")
 
 
-def _find_decoder(model: PreTrainedModel) -> nn.Module:
+def _find_decoder(model: "PreTrainedModel") -> nn.Module:
     """Some wrappers (Llama 4) name a language model with its head; the decoder is inside."""
     decoder = model.get_decoder()
     return decoder if decoder is model else _find_decoder(decoder)
@@ -327,7 +320,7 @@ def _find_final_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module:
     return norms[0]
 
 
-def _refuse_rescaled(settings: TargetConfig, model: PreTrainedModel, text: PreTrainedConfig) -> None:
+def _refuse_rescaled(settings: TargetConfig, model: "PreTrainedModel", text: PreTrainedConfig) -> None:
     embedding, head = model.get_input_embeddings(), _head(settings, model)
     why = [f"{name}={getattr(text, name)}" for name in _RESCALING if getattr(text, name, None) not in (None, False, 1)]
     if type(embedding) is not nn.Embedding:
@@ -340,7 +333,7 @@ def _refuse_rescaled(settings: TargetConfig, model: PreTrainedModel, text: PreTr
 
 def _load_end(
     settings: TargetConfig,
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     module: nn.Module,
     stored: dict[str, StoredTensor],
     device: torch.device,
@@ -361,8 +354,11 @@ def _load_end(
     return read_tensor(found, device).to(dtype)
 
 
-def _find_stored(model: PreTrainedModel, module: nn.Module, stored: dict[str, StoredTensor]) -> StoredTensor | None:
+def _find_stored(model: "PreTrainedModel", module: nn.Module, stored: dict[str, StoredTensor]) -> StoredTensor | None:
     """The stored tensor that transformers would load as this module's weight: older checkpoints name the same tensor differently."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     name = f"{_module_name(model, module)}.weight"
     if name in stored:
         return stored[name]

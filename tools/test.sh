@@ -9,7 +9,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
   # shellcheck disable=SC1091
   source .venv-test/bin/activate
 fi
-if ! command -v nvidia-smi >/dev/null 2>&1; then
+if ! nvidia-smi >/dev/null 2>&1; then
   python -m pip install --quiet torch==2.13.0
 fi
 python -m pip install --quiet -e '.[test]'
@@ -21,4 +21,4 @@ export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OF
 ruff check .
 ruff format --check .
 mypy
-python -m pytest -m "not slow and not gpu" "$@"
+python -m pytest -n 2 -m "not slow and not gpu" "$@"

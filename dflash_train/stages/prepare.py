@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dflash_train.atomic import TEMPORARY_PREFIX, atomic_path
 from dflash_train.chat import ChatTemplate, TokenSample
@@ -23,14 +23,14 @@ from dflash_train.config import Config, Stage
 from dflash_train.conversations import Conversation, RowLedger, RowRejected, content_digest, read_conversations
 from dflash_train.errors import UserError
 from dflash_train.launch import refuse_several_processes
-from dflash_train.layers import check_mask_token_id
+from dflash_train.layers import LayerIds, check_mask_token_id
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir, stage_dir
 from dflash_train.samples import COLUMNS, assign_splits, load_samples, prompt_hash, save_samples, write_rows
 from dflash_train.target import (
-    eos_token_ids,
     load_config,
     load_tokenizer,
+    special_token_ids,
     target_dir,
     target_identity,
     text_config,
@@ -41,12 +41,14 @@ _PERCENTILES = (0, 50, 90, 99, 100)
 
 
 def run(config: Config) -> None:
-    """Raises UserError for missing files, a clash of ids, a mask token the data uses, or when no row is left."""
+    """Raises UserError for missing files, layer ids the target lacks, a clash of ids, a mask token the data uses, or no usable row."""
     refuse_several_processes("prepare")
     folder = open_stage_dir(config, Stage.prepare, is_main_process=False)
     files = _files(config)
     tokenizer, target_config = load_tokenizer(config.target), load_config(config.target)
-    vocabulary = _Vocabulary(text_config(target_config).vocab_size, _special_ids(config, tokenizer, target_config))
+    text = text_config(target_config)
+    LayerIds(tuple(config.features.layer_ids), text.num_hidden_layers)  # a wrong id is told now, not after hours of preparing
+    vocabulary = _Vocabulary(text.vocab_size, special_token_ids(config.target, target_config, tokenizer))
     vocabulary.check_mask_token(config.drafter.mask_token_id)
     chat = ChatTemplate(tokenizer, config.data.template_kwargs, vocabulary.special["eos"])
     sampler = _Sampler(chat, config.data.max_tokens, vocabulary.num_rows, config.seed)
@@ -71,7 +73,7 @@ class _Vocabulary:
     """Rows of the target's embedding, and the ids of the roles the mask token must not have."""
 
     num_rows: int
-    special: dict[str, set[int]]
+    special: dict[str, frozenset[int]]
 
     def check_mask_token(self, mask_token_id: int, used: Collection[int] = frozenset()) -> None:
         check_mask_token_id(mask_token_id, self.num_rows, self.special, used)
@@ -131,16 +133,6 @@ def _files(config: Config) -> list[str]:
     if not answers.exists():
         raise UserError(f"data.files is empty and {answers} does not exist: name JSONL files, or run stage=regenerate first")
     return [str(answers)]
-
-
-def _special_ids(config: Config, tokenizer: PreTrainedTokenizerBase, target_config: PretrainedConfig) -> dict[str, set[int]]:
-    text = text_config(target_config)
-    found = {
-        "pad": {tokenizer.pad_token_id, getattr(text, "pad_token_id", None)},
-        "bos": {tokenizer.bos_token_id, getattr(text, "bos_token_id", None)},
-        "eos": {tokenizer.eos_token_id, *eos_token_ids(config.target, target_config)},
-    }
-    return {role: ids - {None} for role, ids in found.items()}
 
 
 def _write_rows(config: Config, files: list[str], sampler: _Sampler, rows_path: Path) -> tuple[datasets.Dataset, dict[str, Any]]:

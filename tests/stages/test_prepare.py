@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_models import MASK_TOKEN_ID, make_qwen3, make_tokenizer
 
-from dflash_train.config import Config, DataConfig, DrafterConfig, Dtype, RegenerateConfig, Stage, TargetConfig
+from dflash_train.config import Config, DataConfig, DrafterConfig, Dtype, FeaturesConfig, RegenerateConfig, Stage, TargetConfig
 from dflash_train.errors import UserError
 from dflash_train.samples import load_samples
 from dflash_train.stages import prepare, regenerate
@@ -21,12 +21,13 @@ def target_path(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make_config(target_path, tmp_path):
-    def make(*files, target=target_path, mask_token_id=MASK_TOKEN_ID, **data) -> Config:
+    def make(*files, target=target_path, mask_token_id=MASK_TOKEN_ID, layer_ids=(1, 3, 4), **data) -> Config:
         return Config(
             stage=Stage.prepare,
             run_dir=str(tmp_path / "run"),
             target=TargetConfig(path=str(target), dtype=Dtype.float32),
             data=DataConfig(files=[str(file) for file in files], **{"heldout_share": 0.0} | data),
+            features=FeaturesConfig(layer_ids=list(layer_ids)),
             drafter=DrafterConfig(mask_token_id=mask_token_id),
         )
 
@@ -201,3 +202,10 @@ def test_an_answer_with_ids_the_target_lacks_is_rejected(answers_path, make_conf
     config = make_config(write(tmp_path / "answers.jsonl", *rows))
     assert prepared(config).dataset["conversation_id"][:] == ["b"]
     assert rejected(config)[0]["reason"] == "not a token of the target: id 320, its embedding has 320 rows"
+
+
+def test_a_layer_the_target_lacks_is_told_before_any_work(make_config, tmp_path):
+    config = make_config(write(tmp_path / "chats.jsonl", chat("Hi", "Hello.")), layer_ids=(1, 6))
+    with pytest.raises(UserError, match=r"6 is not a layer of this target \(0..5\).* output of layer 5"):
+        prepare.run(config)
+    assert not (Path(config.run_dir) / "prepare" / "samples").exists()

@@ -1,6 +1,7 @@
 """The fetch script on a tiny GGUF file: what it writes is the same model in plain fp32, and it is written once and whole."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def test_writes_plain_fp32_weights_tokenizer_and_template(tiny_gguf: Path, tmp_p
 
     assert all((folder / name).is_file() for name in fetch_smollm2.WHOLE)
     config = AutoConfig.from_pretrained(folder)
-    assert not hasattr(config, "quantization_config") and config.eos_token_id == 2 and config.num_hidden_layers == NUM_LAYERS
+    assert set(json.loads((folder / "config.json").read_text())) == set(fetch_smollm2.CONFIG_KEYS)
+    assert config.eos_token_id == 2 and config.num_hidden_layers == NUM_LAYERS
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32} and model.generation_config.eos_token_id == 2
     quantised = quantize(_tensors()["blk.1.ffn_down.weight"], GGMLQuantizationType.Q4_1)
