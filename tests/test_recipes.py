@@ -42,6 +42,14 @@ def test_header_names_target_hardware_commands_and_results(recipe: str) -> None:
         composed(recipe, *(argument for argument in arguments if not argument.startswith("recipe=")))
 
 
+def test_the_readme_s_commands_compose() -> None:
+    commands = re.findall(r"^.*-m dflash_train (.*stage=.*recipe=.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(commands) >= 6
+    for command in commands:
+        arguments = dict(argument.split("=", 1) for argument in command.split())
+        composed(arguments.pop("recipe"), *(f"{key}={value}" for key, value in arguments.items()))
+
+
 def test_files_a_recipe_ships_exist_and_are_small() -> None:
     for file in composed("quickstart", "stage=all").data.files:
         assert Path(file).is_file(), file

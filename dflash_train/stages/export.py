@@ -13,6 +13,7 @@ from dflash_train.config import Config, Stage
 from dflash_train.errors import UserError
 from dflash_train.launch import refuse_several_processes
 from dflash_train.layers import FeatureContract
+from dflash_train.report import console_lines
 from dflash_train.run_folder import open_stage_dir, stage_dir
 from dflash_train.serving.model_card import Provenance, model_card
 from dflash_train.serving.zlab import refuse_foreign_folder, write_drafter, zlab_config
@@ -37,6 +38,8 @@ def run(config: Config) -> None:
     open_stage_dir(config, Stage.export)
     shapes = write_drafter(folder, drafter.config, drafter.state_dict(), contract, card)
     print(f"exported {checkpoint.name}: {len(shapes)} tensors in bfloat16 to {folder}; README.md says how to serve it")
+    if report is not None and report["step"] == state["step"]:
+        print("\n".join(["measured by stage=evaluate:", *console_lines(report)]))
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:

@@ -48,13 +48,15 @@ def test_a_checkpoint_is_exported_again_and_again(config, tmp_path, capsys):
     assert config.target.path in card and "tau: not measured" in card
 
 
-def test_the_card_quotes_the_evaluation(config, tmp_path):
+def test_the_card_and_the_last_lines_quote_the_evaluation(config, tmp_path, capsys):
     (tmp_path / "evaluate").mkdir()
     measured = {"prompts": "heldout", "mode": "replay", "tau": 2.5, "tau_ci95": None, "num_verifications": 9, "answers_from_target": "true"}
+    measured["num_answers"] = 3
     report = {"step": 20, "block_size": 4, "dtype": "float32", "sets": [measured]}
     (tmp_path / "evaluate" / "report.json").write_text(json.dumps(report))
     run(config)
     assert "| heldout | replay | 2.500 | - | 9 | true |" in (tmp_path / "served" / "README.md").read_text()
+    assert capsys.readouterr().out.endswith("heldout, replay: tau 2.500, block size 4, 9 verifications of 3 answers\n")
 
 
 @pytest.mark.parametrize("change", ["layer ids", "target", "template"])
