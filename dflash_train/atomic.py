@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from dflash_train.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -37,11 +39,11 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
             raise FileExistsError(path)
         os.replace(temporary, path)
         _sync(path.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors wraps what the disk says
         _remove(temporary)
         if isinstance(error, FileExistsError):
             raise
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     except BaseException:
         _remove(temporary)
         raise

@@ -24,6 +24,7 @@ from torch import nn
 from dflash_train.atomic import TEMPORARY_PREFIX, atomic_path, write_json
 from dflash_train.drafter import DFlashDraftModel
 from dflash_train.errors import UserError
+from dflash_train.weight_files import sample_digest
 
 
 def save_checkpoint(train_dir: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
@@ -66,6 +67,11 @@ def load_optimizer(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimi
         optimizer.state[parameter][key] = tensor.to(parameter.device)
 
 
+def weights_digest(path: Path) -> str:
+    """Stands for the weights of the checkpoint in `path`."""
+    return sample_digest(path / "model.safetensors")
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint."""
     try:
@@ -96,8 +102,8 @@ def record_best(train_dir: Path, best: dict[str, Any] | None) -> None:
         write_json(record, best | {"checkpoint": _name(best["step"])})
 
 
-def resolve_checkpoint(train_dir: Path, wanted: str) -> Path:
-    """`best`, `latest` or a checkpoint folder. Raises UserError that names the checkpoints there are."""
+def resolve_checkpoint(train_dir: Path, wanted: str, setting: str) -> Path:
+    """`best`, `latest` or a checkpoint folder, as `setting` names it. Raises UserError that names the checkpoints there are."""
     match wanted:
         case "best":
             path = best_checkpoint(train_dir)
@@ -108,7 +114,10 @@ def resolve_checkpoint(train_dir: Path, wanted: str) -> Path:
     if path is not None and (path / "state.json").is_file():
         return path
     there = ", ".join(map(str, _all_checkpoints(train_dir))) or f"none in {_checkpoints_dir(train_dir)}: run stage=train first"
-    raise UserError(f"checkpoint={wanted} is not there; allowed are best (by held-out tau), latest, or a folder; checkpoints: {there}")
+    raise UserError(
+        f"{setting}={wanted} is not there; allowed are best (needs held-out samples: data.heldout_share), latest, or a folder; "
+        f"checkpoints: {there}"
+    )
 
 
 def remove_old_checkpoints(train_dir: Path, keep: int) -> None:

@@ -135,6 +135,8 @@ def _compose() -> DictConfig | None:
         found.append(composed)
 
     hydra.main(version_base="1.3", config_path=str(package_root() / "conf"), config_name="config")(keep)()
+    if len(found) > 1:
+        raise UserError(f"{len(found)} runs in one command (--multirun): start them one by one")
     return found[0] if found else None
 
 
@@ -220,5 +222,5 @@ def _explain(error: Exception) -> str:
 
 def _fail(message: str, status: int) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr, flush=True)
+    print(f"error{f' on rank {rank}' if rank else ''}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     raise SystemExit(status)

@@ -165,6 +165,9 @@ class DrafterConfig:
             raise UserError(
                 f"drafter.layer_types has {len(self.layer_types)} entries, drafter.num_layers={self.num_layers}: name one per layer"
             )
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rope_theta", "rms_norm_eps"):
+            if getattr(self, name) is not None:
+                _positive(f"drafter.{name}", getattr(self, name))
         slides = LayerType.sliding_attention in self.layer_types
         if self.sliding_window is None:
             if slides:
@@ -201,7 +204,7 @@ class TrainConfig:
     weight_decay: float = 0.0  # AdamW, on matrices only
     max_grad_norm: float = 1.0  # global norm the gradient is clipped to
     tokens_per_step: int = 262144  # context tokens per optimizer step, over all processes
-    tokens_per_pack: int = 8192  # context tokens in one forward and backward; a longer document makes a pack of its own
+    tokens_per_pack: int = 4096  # context tokens in one forward and backward; a longer document makes a pack of its own
     anchors_per_document: int = 512  # blocks drawn per document and epoch
     decay_gamma: float | None = None  # slot k weighs exp(-(k-1)/gamma); null: 7, 5 or 4 by block size
     shuffle_shards: int = 4  # shards whose samples are shuffled together
@@ -212,7 +215,7 @@ class TrainConfig:
     evaluate_every_steps: int = 500  # held-out replay tau; the last step is always evaluated
     checkpoint_every_steps: int = 500  # the last step always writes one
     keep_checkpoints: int = 2  # newest checkpoints kept, besides the best
-    heldout_documents: int | None = None  # held-out samples replayed at each evaluation; null: all
+    heldout_documents: int | None = 256  # held-out samples replayed at each evaluation; null: all
     resume: bool = True  # continue from the newest checkpoint in run_dir; false refuses a folder that has one
     allow_incomplete_features: bool = False  # train although shards are missing
     wandb_project: str | None = None  # null: no wandb

@@ -73,6 +73,8 @@ def refuse_without_rollback(target: Target) -> None:
     cache = _rollback_cache(target)
     with torch.no_grad():
         _logits(target, [0], cache)
+    if cache.get_seq_length() != 1:
+        raise UserError(f"evaluate.mode=decode cannot hand a cache to {type(target.model).__name__}: use evaluate.mode=replay")
     if not cache.is_croppable:
         kinds = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
         raise UserError(

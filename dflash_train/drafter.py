@@ -201,6 +201,12 @@ def drafter_config(settings: DrafterConfig, layer_ids: LayerIds, text_config: Pr
     neither set nor known from the target.
     """
     num_heads = _own_or_targets(settings, text_config, "num_attention_heads")
+    num_kv_heads = _own_or_targets(settings, text_config, "num_key_value_heads", default=num_heads)
+    head_dim = _own_or_targets(settings, text_config, "head_dim", default=text_config.hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise UserError(f"drafter.num_attention_heads={num_heads} is no multiple of drafter.num_key_value_heads={num_kv_heads}")
+    if head_dim % 2:
+        raise UserError(f"drafter.head_dim={head_dim} must be even: rope turns its entries in pairs")
     slides = str(LayerType.sliding_attention) in settings.resolved_layer_types
     return Qwen3Config(
         architectures=["DFlashDraftModel"],
@@ -208,8 +214,8 @@ def drafter_config(settings: DrafterConfig, layer_ids: LayerIds, text_config: Pr
         intermediate_size=_own_or_targets(settings, text_config, "intermediate_size"),
         num_hidden_layers=settings.num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=_own_or_targets(settings, text_config, "num_key_value_heads", default=num_heads),
-        head_dim=_own_or_targets(settings, text_config, "head_dim", default=text_config.hidden_size // num_heads),
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
         rms_norm_eps=_own_or_targets(settings, text_config, "rms_norm_eps"),
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta or _target_rope_theta(text_config)},
         max_position_embeddings=text_config.max_position_embeddings,

@@ -97,7 +97,7 @@ def _differences(
         "rotated share of a head": (rope.get("partial_rotary_factor", 1), 1),
         "rope sections": (rope.get("mrope_section"), None),
         "activation": (getattr(text, "hidden_act", None), drafter.config.hidden_act),
-        "form of the norms": ("w" if _is_plain_norm(decoder.norm) else "1+w or another", "w"),
+        "form of the norms": (_norm_form(getattr(decoder, "norm", None)), "w"),
         "attention scale": (getattr(attention, "scaling", None), drafter.config.head_dim**-0.5),
     }
     found += [f"{name} is {theirs} in the target, {ours} in the drafter" for name, (theirs, ours) in pairs.items() if theirs != ours]
@@ -125,13 +125,15 @@ def _target_rope(text: PreTrainedConfig) -> dict:
     return rope.get((getattr(text, "layer_types", None) or [None])[-1], rope)
 
 
-def _is_plain_norm(norm: nn.Module) -> bool:
+def _norm_form(norm: nn.Module | None) -> str:
     """A norm whose weight is zero gives zero only if the weight multiplies as it is (not as 1+w)."""
+    if norm is None:
+        return "not called norm"
     norm = copy.deepcopy(norm).to_empty(device="cpu")
     for weight in norm.parameters():
         nn.init.zeros_(weight)
-        return not norm(torch.ones(1, len(weight))).any()
-    return False
+        return "1+w or another" if norm(torch.ones(1, len(weight))).any() else "w"
+    return "without weight"
 
 
 def _copy_layer(layer: DraftLayer, weights: dict[str, Tensor], normed_TD: Tensor) -> None:

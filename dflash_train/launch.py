@@ -1,14 +1,16 @@
 """Starts Accelerate the one way that is right with and without GPUs, and refuses launches that would be several independent jobs."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dflash_train.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+_T = TypeVar("_T")
 _PATIENCE = timedelta(hours=2)  # how long a process waits for the others, which may have longer shards or answers to finish
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # who launched says how many processes there are
 
@@ -29,7 +31,31 @@ def make_accelerator(mixed_precision: str = "no") -> "Accelerator":
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed_precision, kwargs_handlers=[patience])
     if launched != accelerator.num_processes:
         raise _independent_jobs(launched, accelerator.num_processes)
+    if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise UserError(f"Accelerate is configured for {accelerator.distributed_type}: training here is DDP, so launch with --multi_gpu")
     return accelerator
+
+
+def from_main_process(accelerator: "Accelerator", work: Callable[[], _T]) -> _T:
+    """What `work` returns on the main process, on every process; the others wait for it.
+
+    When it raises UserError there, the others end as well, without a word: the mistake is told once, and nobody waits in vain.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    result: _T | None = None
+    mistake: UserError | None = None
+    if accelerator.is_main_process:
+        try:
+            result = work()
+        except UserError as error:
+            mistake = error
+    result, failed = broadcast_object_list([result, mistake is not None])
+    if mistake is not None:
+        raise mistake
+    if failed:
+        raise SystemExit(1)
+    return result
 
 
 def launched_processes() -> int:

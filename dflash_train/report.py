@@ -100,8 +100,8 @@ def _decode_lines(s: dict[str, Any]) -> list[str]:
     if s.get("replay_tau") is None:
         return lines
     replayed = (
-        f"same prompts: replay tau {_number(s['replay_tau'])}, decoded tau {_number(s['tau'])}, difference "
-        f"{s['replay_difference_percent']:+.2f} %; {s['stored_answers_equal']} of {num} stored answers equal plain decoding"
+        f"same {s['replay_compared']} prompts: replay tau {_number(s['replay_tau'])}, decoded tau {_number(s['replay_decoded_tau'])}, "
+        f"difference {s['replay_difference_percent']:+.2f} %; {s['stored_answers_equal']} of {num} stored answers equal plain decoding"
     )
     return [replayed, *lines]
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from dflash_train.config import TargetConfig
 from dflash_train.errors import UserError
-from dflash_train.layers import FeatureContract, LayerIds, refuse_residual_streams
+from dflash_train.layers import FeatureContract, LayerIds, check_mask_token_id, refuse_residual_streams
 from dflash_train.weight_files import StoredTensor, read_tensor, sample_digest, stored_tensors, weight_paths
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, which a mistake in a setting need not wait for
@@ -117,10 +117,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def eos_token_ids(settings: TargetConfig, config: PreTrainedConfig) -> frozenset[int]:
     """The ids that end an answer: of `generation_config.json`, else of the config, else of the language model's config."""
-    try:
-        generation = GenerationConfig.from_pretrained(settings.path, revision=settings.revision)
-    except OSError:  # a target need not have one
-        generation = None
+    folder = target_dir(settings)
+    generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     for source in (generation, config, text_config(config)):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
@@ -148,6 +146,15 @@ def special_token_ids(settings: TargetConfig, config: PreTrainedConfig, tokenize
             value = getattr(source, f"{role}_token_id", None)
             found.update([value] if isinstance(value, int) else value or ())
     return {role: frozenset(found) for role, found in ids.items()}
+
+
+def check_layers_and_mask(
+    settings: TargetConfig, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layer_ids: list[int], mask_token_id: int
+) -> None:
+    """Raises UserError for layer ids the target does not have, and for a mask token outside its rows or with another role."""
+    text = text_config(config)
+    LayerIds(tuple(layer_ids), text.num_hidden_layers)
+    check_mask_token_id(mask_token_id, text.vocab_size, special_token_ids(settings, config, tokenizer))
 
 
 def target_identity(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import netrc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -40,7 +41,7 @@ class Tracker:
         if self._file is not None:
             self._file.close()
         if self._wandb_run is not None:
-            self._wandb_run.finish(exit_code=int(kind is not None))
+            self._try_wandb(lambda run: run.finish(exit_code=int(kind is not None)))
 
     def log(self, row: dict[str, Any]) -> None:
         """Records `row`, which has a `step`."""
@@ -48,7 +49,15 @@ class Tracker:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
         if self._wandb_run is not None:
-            self._wandb_run.log(row, step=row["step"])
+            self._try_wandb(lambda run: run.log(row, step=row["step"]))
+
+    def _try_wandb(self, call: Callable[[Any], None]) -> None:
+        """What wandb meets must not end a training run: it is told once, and metrics.jsonl goes on alone."""
+        try:
+            call(self._wandb_run)
+        except Exception as error:
+            _warn(f"wandb failed, training goes on without it: {_one_line(error)}")
+            self._wandb_run = None
 
 
 def start_wandb(folder: Path, project: str, name: str | None, settings: dict[str, Any]):
@@ -65,14 +74,13 @@ def start_wandb(folder: Path, project: str, name: str | None, settings: dict[str
         return wandb.init(project=project, name=name, dir=folder, config=settings, mode=mode, settings=quiet)
 
     mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_login() else "offline")
-    try:
-        return start(mode)
-    except Exception as error:  # whatever wandb meets (network, login, quota) must not end a training run
-        if mode == "offline":
-            _warn(f"wandb cannot start, training goes on without it: {_one_line(error)}")
-            return None
-        _warn(f"wandb cannot start online, the run is kept in {folder / 'wandb'} for `wandb sync`: {_one_line(error)}")
-        return start("offline")
+    for attempt in dict.fromkeys((mode, "offline")):
+        try:
+            return start(attempt)
+        except Exception as error:  # whatever wandb meets (network, login, quota) must not end a training run
+            _warn(f"wandb cannot start ({attempt}): {_one_line(error)}")
+    _warn("training goes on without wandb")
+    return None
 
 
 def _has_wandb_login() -> bool:

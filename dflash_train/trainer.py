@@ -61,7 +61,13 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         num_packs = len(packs_of_rank(step.packs, self.accelerator.process_index, self.accelerator.num_processes))
-        totals = accumulate(self.accelerator, self.model, packs, num_packs, self._loss)
+        try:
+            totals = accumulate(self.accelerator, self.model, packs, num_packs, self._loss)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"step {number}: out of memory on {self.accelerator.device}: run again with a smaller train.tokens_per_pack, "
+                "train.anchors_per_document or train.head_chunk_bytes"
+            ) from error
         weight_sum, loss_sum, num_tokens, num_blocks, num_whole, num_right = totals.tolist()
         counts = {"num_tokens": int(num_tokens), "num_blocks": int(num_blocks)}
         counts["train_anchor_tau"] = 1 + num_right / num_whole if num_whole else None

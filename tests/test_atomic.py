@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from dflash_train.atomic import TEMPORARY_PREFIX, atomic_path, write_json, write_text
 from dflash_train.errors import UserError
@@ -35,6 +36,12 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot write .*a: No space left on device"), atomic_path(tmp_path / "a") as temporary:
         temporary.write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not left(tmp_path)
+
+
+def test_a_full_disk_under_safetensors_is_one_line_too(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write .*a: "), atomic_path(tmp_path / "a"):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
     assert not left(tmp_path)
 
 

@@ -92,3 +92,22 @@ def test_bf16_autocast_stays_close():
     with torch.autocast("cpu", torch.bfloat16):
         rounded = dense_attention(q, context, context, block, block, *visible, 0.35)
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=0.05)
+
+
+def test_groups_of_blocks_give_what_all_blocks_at_once_give(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    documents = [(torch.arange(n), torch.ones(n)) for n in (9, 7)]
+    context, blocks = build_blocks(documents, [torch.tensor([0, 2, 5, 6]), torch.tensor([1, 3, 4])], 4, 300)
+    visible = context_visible_AKT(blocks, context, 6), block_visible_KK(4, 6)
+    shapes = [(7, 4, 4, 8), (16, 2, 8), (16, 2, 8), (7, 4, 2, 8), (7, 4, 2, 8)]
+    inputs = [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    direction = torch.randn(shapes[0], dtype=torch.float64, generator=generator)
+
+    def run(scores_bytes):
+        monkeypatch.setattr("dflash_train.attention.SCORES_BYTES", scores_bytes)
+        out = dense_attention(*inputs, *visible, 0.3)
+        return out, *torch.autograd.grad((out * direction).sum(), inputs)
+
+    three_blocks = 3 * 4 * 4 * 4 * (16 + 4)
+    for grouped, whole in zip(run(three_blocks), run(1 << 30), strict=True):
+        torch.testing.assert_close(grouped, whole, rtol=0, atol=1e-13)

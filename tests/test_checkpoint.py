@@ -94,14 +94,16 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 def test_resolving(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint=best is not there.*run stage=train first"):
-        resolve_checkpoint(tmp_path, "best")
+        resolve_checkpoint(tmp_path, "best", "export.checkpoint")
     path = save_checkpoint(tmp_path, *trained(0), {"step": 4})
-    assert resolve_checkpoint(tmp_path, "latest") == resolve_checkpoint(tmp_path, str(path)) == path
+    assert (
+        resolve_checkpoint(tmp_path, "latest", "export.checkpoint") == resolve_checkpoint(tmp_path, str(path), "export.checkpoint") == path
+    )
     for wanted in ("best", "newest"):
         with pytest.raises(UserError, match=rf"checkpoint={wanted} is not there.*{path}"):
-            resolve_checkpoint(tmp_path, wanted)
+            resolve_checkpoint(tmp_path, wanted, "export.checkpoint")
     record_best(tmp_path, {"step": 4, "tau": 1.5})
-    assert resolve_checkpoint(tmp_path, "best") == path
+    assert resolve_checkpoint(tmp_path, "best", "export.checkpoint") == path
     record_best(tmp_path, None)
     assert best_checkpoint(tmp_path) is None
 

@@ -16,6 +16,8 @@ def example() -> dict:
         "answers_near_tie": 2,
         "answers_different": 0,
         "replay_tau": 1.7462,
+        "replay_decoded_tau": 1.75,
+        "replay_compared": 30,
         "replay_difference_percent": -0.2,
         "stored_answers_equal": 27,
     }
@@ -57,6 +59,7 @@ def test_figures_without_data_show_as_a_dash(tmp_path):
 def test_console_ends_with_the_comparison_to_plain_decoding():
     lines = console_lines(example())
     assert lines[0].startswith("heldout, replay: tau 1.750 [1.000, 2.000]")
+    assert lines[2].startswith("same 30 prompts: replay tau 1.746, decoded tau 1.750")
     assert "difference -0.20 %" in lines[2] and "27 of 30" in lines[2]
     assert lines[-2] == "plain 20.000 tokens/s, speculative 15.500 tokens/s"
     assert lines[-1] == "30 answers: 28 equal plain greedy decoding token for token, 2 near-ties, 0 different"

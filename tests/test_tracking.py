@@ -58,9 +58,7 @@ with Tracker(Path(sys.argv[1]), 0, True, "project", "name", {"seed": 0}) as trac
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
-def test_a_wandb_that_fails_costs_one_warning_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wandb_that_cannot_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import wandb
 
     modes: list[str] = []
@@ -73,7 +71,25 @@ def test_a_wandb_that_fails_costs_one_warning_line(
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert start_wandb(tmp_path, "project", None, {}) is None
     assert modes == ["offline"]
-    assert capsys.readouterr().err == "warning: wandb cannot start, training goes on without it: no route to host\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: wandb cannot start (offline): no route to host",
+        "warning: training goes on without wandb",
+    ]
+
+
+def test_a_wandb_that_fails_on_the_way_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def log(self, row: dict, step: int) -> None:
+            raise OSError("no space left")
+
+    monkeypatch.setattr("dflash_train.tracking.start_wandb", lambda *_: Broken())
+    with Tracker(tmp_path, 0, True, wandb_project="p", wandb_name=None, settings={}) as tracker:
+        for step in (1, 2):
+            tracker.log({"step": step})
+    assert capsys.readouterr().err == "warning: wandb failed, training goes on without it: no space left\n"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_login_without_a_network_falls_back_to_offline(

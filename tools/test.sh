@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs lint, types and tests. Uses the active virtual environment, else makes .venv-test.
-# On a machine without an NVIDIA GPU it installs the CPU build of torch. Arguments go to pytest: bash tools/test.sh -k layers
+# Without an NVIDIA GPU it pins torch to a release whose CPU build pip may find. Arguments go to pytest: bash tools/test.sh -k layers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

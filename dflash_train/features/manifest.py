@@ -48,14 +48,6 @@ class Manifest:
     answers_from_target: str  # "true", "false" or "unknown"
     shards: tuple[ShardEntry, ...]
 
-    @property
-    def num_samples(self) -> int:
-        return sum(shard.num_samples for shard in self.shards)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(shard.num_tokens for shard in self.shards)
-
     def to_dict(self) -> dict[str, Any]:
         return {"format": _FORMAT} | asdict(self) | {"contract": self.contract.to_dict()}
 

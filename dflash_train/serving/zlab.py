@@ -109,7 +109,8 @@ def refuse_foreign_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"export.dir={folder} is a file")
-    others = sorted(path.name for path in folder.iterdir() if path.name not in _FILES | _RECORDS)
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)}  # what a killed export left
+    others = sorted(names - _FILES - _RECORDS)
     if others or not _is_drafter_or_nothing(folder / "config.json"):
         found = f"it holds {', '.join(others[:3])}" if others else "its config.json is another model's"
         raise UserError(f"export.dir={folder} exists and is not an earlier export ({found}); name an empty or a new folder")

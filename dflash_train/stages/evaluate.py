@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from dflash_train.acceptance import Walk, replay, right_prefix, stored_answers, summarize, tau
 from dflash_train.capture import Capture
 from dflash_train.chat import ChatTemplate
-from dflash_train.checkpoint import load_drafter, resolve_checkpoint
+from dflash_train.checkpoint import load_drafter, resolve_checkpoint, weights_digest
 from dflash_train.config import Config, Dtype, EvaluateMode, Stage, TargetConfig
 from dflash_train.conversations import RowLedger, read_prompts
 from dflash_train.decoding import Agreement, compare, plain, refuse_without_rollback, speculative
@@ -56,6 +56,7 @@ class DecodedAnswer:
     walk: Walk
     agreement: Agreement
     equals_stored: bool | None
+    is_stored_whole: bool  # the limit of decoding does not cut the stored answer, so replay and decoding walk the same tokens
     num_tokens_plain: int
     num_tokens_speculative: int
     seconds_plain: float
@@ -79,7 +80,7 @@ class Evaluation:
 
     def __init__(self, config: Config, accelerator: Accelerator, folder: Path) -> None:
         self.config, self.accelerator, self.folder = config, accelerator, folder
-        self.checkpoint = resolve_checkpoint(stage_dir(config, Stage.train), config.evaluate.checkpoint)
+        self.checkpoint = resolve_checkpoint(stage_dir(config, Stage.train), config.evaluate.checkpoint, "evaluate.checkpoint")
         drafter, self.state = load_drafter(self.checkpoint, accelerator.device)
         self.drafter = drafter.to(_dtype(config.target)).eval()  # as served: in the target's dtype
         self.contract = FeatureContract.from_dict(self.state["contract"])
@@ -92,7 +93,7 @@ class Evaluation:
 
     def _open_features(self) -> FeatureDataset:
         folder = stage_dir(self.config, Stage.extract)
-        features = FeatureDataset(folder)
+        features = FeatureDataset(folder, self.config.train.allow_incomplete_features)
         self.contract.require_equal(features.contract, f"checkpoint {self.checkpoint}", f"features {folder}")
         if not features.refs(HELDOUT):
             raise UserError(f"{folder} holds no held-out sample: raise data.heldout_share, then run prepare and extract again")
@@ -104,6 +105,7 @@ class Evaluation:
             "target": self.config.target.path,
             "checkpoint": self.checkpoint.name,
             "step": self.state["step"],
+            "weights": weights_digest(self.checkpoint),
             "block_size": self.drafter.block_size,
             "layer_ids": list(self.contract.layer_ids.ids),
             "drafter": self.drafter.config.to_dict(),
@@ -147,6 +149,8 @@ class Evaluation:
 
     def _decode(self, decoder: "Decoder", name: str, prompts: Sequence[Prompt], replayed: Sequence[Walk]) -> dict[str, Any]:
         """The set of `prompts`, decoded by all processes; `replayed` are walks over the stored answers to the same prompts."""
+        for prompt in prompts:
+            decoder.room(prompt)  # a prompt that does not fit is told on every process, before hours of decoding
         mine = self._mine(prompts)
         for prompt in mine[:1]:
             decoder.decode(prompt, WARM_UP_TOKENS)
@@ -219,7 +223,7 @@ class Decoder:
 
     def decode(self, prompt: Prompt, max_new_tokens: int) -> DecodedAnswer:
         """Raises UserError when the prompt leaves no room in the target's positions."""
-        limit = min(max_new_tokens, self._room(prompt))
+        limit = min(max_new_tokens, self.room(prompt))
         drafting = self.drafter.block_size, self.drafter.mask_token_id
         baseline = plain(self.target, prompt.token_ids, limit, self.eos_ids)
         ours = speculative(
@@ -229,14 +233,15 @@ class Decoder:
             walk=ours.walk,
             agreement=compare(baseline, ours.token_ids),
             equals_stored=_agree(baseline.token_ids, prompt.stored_answer) if prompt.stored_answer else None,
+            is_stored_whole=prompt.stored_answer is not None and len(prompt.stored_answer) <= limit,
             num_tokens_plain=len(baseline.token_ids),
             num_tokens_speculative=len(ours.token_ids),
             seconds_plain=baseline.seconds,
             seconds_speculative=ours.seconds,
         )
 
-    def _room(self, prompt: Prompt) -> int:
-        """Answer tokens after which a whole block still has positions."""
+    def room(self, prompt: Prompt) -> int:
+        """Answer tokens after which a whole block still has positions. Raises UserError when there is none."""
         positions = getattr(self.target.text_config, "max_position_embeddings", None)
         if positions is None:
             return sys.maxsize
@@ -280,7 +285,9 @@ def replay_figures(answers: Sequence[DecodedAnswer], replayed: Sequence[Walk]) -
     if any(answer.equals_stored is not None for answer in answers):
         figures["stored_answers_equal"] = sum(bool(answer.equals_stored) for answer in answers)
     first_walks = {walk.sample_id: walk for walk in reversed(replayed)}  # only a sample's first answer is decoded
-    replay_tau, decoded_tau = tau(first_walks.values()), tau(answer.walk for answer in answers)
+    shared = [answer.walk for answer in answers if answer.is_stored_whole and answer.walk.sample_id in first_walks]
+    replay_tau, decoded_tau = tau(first_walks[walk.sample_id] for walk in shared), tau(shared)
     if replay_tau is not None and decoded_tau is not None:
-        figures |= {"replay_tau": replay_tau, "replay_difference_percent": 100 * (replay_tau / decoded_tau - 1)}
+        figures |= {"replay_tau": replay_tau, "replay_compared": len(shared)}
+        figures |= {"replay_decoded_tau": decoded_tau, "replay_difference_percent": 100 * (replay_tau / decoded_tau - 1)}
     return figures

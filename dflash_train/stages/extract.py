@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +31,7 @@ from dflash_train.features.manifest import FILE_NAME, Manifest, ShardEntry
 from dflash_train.features.plan import Plan, ShardPlan, make_plan
 from dflash_train.features.shard import DamagedShardError, Layout, payload_bytes
 from dflash_train.features.writer import ShardBuilder, WriterThread
-from dflash_train.launch import make_accelerator
+from dflash_train.launch import from_main_process, make_accelerator
 from dflash_train.layers import FeatureContract
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir, stage_dir
@@ -66,6 +65,10 @@ class _Job:
     def rows(self, shard: ShardPlan) -> dict[str, list[Any]]:
         """The columns of the prepared samples for `shard`, in its order."""
         return self.samples.dataset.select(shard.samples)[:]
+
+    def sample_ids(self, shard: ShardPlan) -> list[str]:
+        """The names of the samples of `shard`, in its order."""
+        return self.samples.dataset.select_columns(["sample_id"]).select(shard.samples)[:]["sample_id"]
 
     def layout(self, number: int) -> Layout:
         """The arrays of one shard of the plan."""
@@ -114,17 +117,18 @@ def _open_dataset(config: Config, job: _Job, accelerator: Accelerator) -> list[S
 
     The main process alone looks at the files: a slower one would already see shards that this launch writes.
     """
-    is_missing = torch.zeros(len(job.plan.shards), dtype=torch.uint8)
-    if accelerator.is_main_process:
-        is_missing = torch.tensor([not _is_sound(job, number) for number in range(len(job.plan.shards))], dtype=torch.uint8)
-        needed_bytes = sum(payload_bytes(job.layout(number)) for number in is_missing.nonzero().flatten().tolist())
-        _print_plan(job, num_missing=int(is_missing.sum()))
-        _require_space(job.folder, needed_bytes)
-        open_stage_dir(config, Stage.extract)
-        if not (job.folder / FILE_NAME).exists():
-            job.manifest.save(job.folder)
-    is_missing = broadcast(is_missing.to(accelerator.device)).cpu()
-    return [job.plan.shards[number] for number in is_missing.nonzero().flatten().tolist()]
+    numbers = from_main_process(accelerator, lambda: _missing_shards(config, job))
+    return [job.plan.shards[number] for number in numbers]
+
+
+def _missing_shards(config: Config, job: _Job) -> list[int]:
+    numbers = [number for number in range(len(job.plan.shards)) if not _is_sound(job, number)]
+    _print_plan(job, num_missing=len(numbers))
+    _require_space(job.folder, needed_bytes=sum(payload_bytes(job.layout(number)) for number in numbers))
+    open_stage_dir(config, Stage.extract)
+    if not (job.folder / FILE_NAME).exists():
+        job.manifest.save(job.folder)
+    return numbers
 
 
 def _is_sound(job: _Job, number: int) -> bool:
@@ -134,7 +138,7 @@ def _is_sound(job: _Job, number: int) -> bool:
         return False
     try:
         header = job.manifest.read_shard_header(job.folder, job.manifest.shards[number])
-        if header.metadata["sample_ids"] != job.rows(job.plan.shards[number])["sample_id"]:
+        if header.metadata["sample_ids"] != job.sample_ids(job.plan.shards[number]):
             raise DamagedShardError(f"{path} is damaged: it holds other samples than planned")
     except DamagedShardError as error:
         aside = path.with_name(f"{path.name}.damaged")

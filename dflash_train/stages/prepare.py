@@ -23,11 +23,12 @@ from dflash_train.config import Config, Stage
 from dflash_train.conversations import Conversation, RowLedger, RowRejected, content_digest, read_conversations
 from dflash_train.errors import UserError
 from dflash_train.launch import refuse_several_processes
-from dflash_train.layers import LayerIds, check_mask_token_id
+from dflash_train.layers import check_mask_token_id
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir, stage_dir
 from dflash_train.samples import COLUMNS, assign_splits, load_samples, prompt_hash, save_samples, write_rows
 from dflash_train.target import (
+    check_layers_and_mask,
     load_config,
     load_tokenizer,
     special_token_ids,
@@ -47,9 +48,8 @@ def run(config: Config) -> None:
     files = _files(config)
     tokenizer, target_config = load_tokenizer(config.target), load_config(config.target)
     text = text_config(target_config)
-    LayerIds(tuple(config.features.layer_ids), text.num_hidden_layers)  # a wrong id is told now, not after hours of preparing
+    check_layers_and_mask(config.target, target_config, tokenizer, config.features.layer_ids, config.drafter.mask_token_id)
     vocabulary = _Vocabulary(text.vocab_size, special_token_ids(config.target, target_config, tokenizer))
-    vocabulary.check_mask_token(config.drafter.mask_token_id)
     chat = ChatTemplate(tokenizer, config.data.template_kwargs, vocabulary.special["eos"])
     sampler = _Sampler(chat, config.data.max_tokens, vocabulary.num_rows, config.seed)
     rows_path = folder / f"{TEMPORARY_PREFIX}samples.arrow"
@@ -75,7 +75,7 @@ class _Vocabulary:
     num_rows: int
     special: dict[str, frozenset[int]]
 
-    def check_mask_token(self, mask_token_id: int, used: Collection[int] = frozenset()) -> None:
+    def check_mask_token(self, mask_token_id: int, used: Collection[int]) -> None:
         check_mask_token_id(mask_token_id, self.num_rows, self.special, used)
 
 

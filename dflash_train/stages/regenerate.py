@@ -27,12 +27,13 @@ from dflash_train.chat import ChatTemplate
 from dflash_train.config import Config, Stage
 from dflash_train.conversations import RowLedger, RowRejected, content_digest, read_prompts
 from dflash_train.errors import UserError
-from dflash_train.launch import make_accelerator
+from dflash_train.launch import from_main_process, make_accelerator
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir
 from dflash_train.samples import samples_digest, save_quietly, write_rows
 from dflash_train.target import (
     Target,
+    check_layers_and_mask,
     eos_token_ids,
     load_config,
     load_target,
@@ -56,13 +57,16 @@ def run(config: Config) -> None:
     accelerator = make_accelerator()
     folder = open_stage_dir(config, Stage.regenerate, is_main_process=False)
     tokenizer = load_tokenizer(config.target)
-    stop_ids = eos_token_ids(config.target, load_config(config.target))
-    rows = _write_plan(config, folder, tokenizer, stop_ids) if accelerator.is_main_process else {}
-    accelerator.wait_for_everyone()
+    target_config = load_config(config.target)
+    # a mistake in the settings of later stages is told now, not after hours of answering
+    check_layers_and_mask(config.target, target_config, tokenizer, config.features.layer_ids, config.drafter.mask_token_id)
+    stop_ids = eos_token_ids(config.target, target_config)
+    rows = from_main_process(accelerator, lambda: _write_plan(config, folder, tokenizer, stop_ids))
     prompts = datasets.load_from_disk(str(folder / "prompts"))
     chunks = plan_chunks(prompts, config.regenerate.sequences_per_forward)
-    missing = [i for i in range(accelerator.process_index, len(chunks), accelerator.num_processes) if not part_path(folder, i).exists()]
-    if missing:
+    # one process looks: a slower one would already see parts that this launch writes
+    missing = from_main_process(accelerator, lambda: [i for i in range(len(chunks)) if not part_path(folder, i).exists()])
+    if missing := missing[accelerator.process_index :: accelerator.num_processes]:
         target = load_target(config.target, accelerator.device)
         answerer = Answerer(target, tokenizer, stop_ids, config.regenerate.max_new_tokens)
         _answer_chunks(folder, prompts, chunks, missing, answerer, accelerator.is_main_process)
@@ -98,7 +102,13 @@ class Answerer:
         width = max(len(ids) for ids in prompts)
         input_ids_BT = torch.tensor([[self._pad_id] * (width - len(ids)) + ids for ids in prompts], device=self._device)
         attention_mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=self._device)
-        output_BT = self._model.generate(input_ids=input_ids_BT, attention_mask=attention_mask_BT)
+        try:
+            output_BT = self._model.generate(input_ids=input_ids_BT, attention_mask=attention_mask_BT)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory on {self._device} with {len(prompts)} prompts of up to {width} tokens: "
+                "run again with a smaller regenerate.sequences_per_forward"
+            ) from error
         return [self._until_stop(ids) for ids in output_BT[:, width:].tolist()]
 
     def row(self, prompt: dict[str, Any], answer_ids: list[int], target: str) -> str:
@@ -130,7 +140,7 @@ def _write_plan(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase
             plan = _plan(config, tokenizer, stop_ids, prompts)
             _refuse_other_plan(folder, plan)
         ledger.require_some("regenerate.prompts")
-        if not (folder / "plan.json").exists():
+        if not _is_begun(folder):
             _begin(folder, prompts, plan)
     finally:
         rows_path.unlink(missing_ok=True)
@@ -139,11 +149,17 @@ def _write_plan(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase
 
 
 def _begin(folder: Path, prompts: datasets.Dataset, plan: dict[str, Any]) -> None:
-    shutil.rmtree(folder / "prompts", ignore_errors=True)  # of a launch that was killed before it wrote its plan
+    for leftover in ("prompts", "parts"):  # of a launch that was killed before its first answers
+        shutil.rmtree(folder / leftover, ignore_errors=True)
     with atomic_path(folder / "prompts") as temporary:
         save_quietly(prompts, temporary)
-    (folder / "parts").mkdir(exist_ok=True)
+    (folder / "parts").mkdir()
     write_json(folder / "plan.json", plan)
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether answers of the plan in `folder` exist; a plan without any may be replaced."""
+    return (folder / "plan.json").exists() and any((folder / "parts").glob("part-*.jsonl"))
 
 
 def _plan(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], prompts: datasets.Dataset) -> dict[str, Any]:
@@ -160,7 +176,7 @@ def _plan(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: frozense
 
 
 def _refuse_other_plan(folder: Path, plan: dict[str, Any]) -> None:
-    if not (folder / "plan.json").exists():
+    if not _is_begun(folder):
         return
     begun = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     for name, value in plan.items():

@@ -29,13 +29,13 @@ from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.drafter_init import init_from_target
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
-from dflash_train.launch import make_accelerator
-from dflash_train.layers import FeatureContract, check_mask_token_id
+from dflash_train.launch import from_main_process, make_accelerator
+from dflash_train.layers import FeatureContract
 from dflash_train.optimizer import lr_at, make_optimizer
 from dflash_train.packing import RunPlan, usable
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir, stage_dir
-from dflash_train.target import contract_for, load_config, load_ends, load_tokenizer, special_token_ids, text_config
+from dflash_train.target import check_layers_and_mask, contract_for, load_config, load_ends, load_tokenizer, text_config
 from dflash_train.tracking import Tracker
 from dflash_train.trainer import StepFigures, Trainer
 from dflash_train.training_data import PackReader, load_packs
@@ -80,8 +80,7 @@ def _checked_contract(config: Config, dataset: FeatureDataset) -> FeatureContrac
     contract = contract_for(config.target, features.layer_ids, features.teacher_state, config.data.template_kwargs)
     contract.require_equal(dataset.contract, "the settings with their target", f"features {dataset.folder}")
     target = load_config(config.target)
-    special = special_token_ids(config.target, target, load_tokenizer(config.target))
-    check_mask_token_id(config.drafter.mask_token_id, text_config(target).vocab_size, special)
+    check_layers_and_mask(config.target, target, load_tokenizer(config.target), features.layer_ids, config.drafter.mask_token_id)
     return contract
 
 
@@ -98,7 +97,7 @@ def _identity(config: Config, dataset: FeatureDataset, contract: FeatureContract
     settings = {f"train.{name}": value for name, value in asdict(config.train).items() if name not in _FREE}
     settings |= {f"drafter.{name}": value for name, value in asdict(config.drafter).items()}
     manifest = dataset.manifest
-    features = {name: getattr(manifest, name) for name in ("codec", "seed", "shard_tokens", "samples_digest")}
+    features = {name: getattr(manifest, name) for name in ("codec", "target_dtype", "seed", "shard_tokens", "samples_digest")}
     return {
         "seed": config.seed,
         "contract": contract.to_dict(),
@@ -253,10 +252,13 @@ class _Run:
             self.state["replay"] = replay
             if is_new_best:
                 self.state["best"] = {"step": self.state["step"], "tau": replay["tau"]}
-        if self.is_main_process and (is_new_best or self._is_due(self.settings.checkpoint_every_steps)):
-            save_checkpoint(self.train_dir, self.trainer.drafter, self.trainer.optimizer, self.state)
-            record_best(self.train_dir, self.state["best"])
-            remove_old_checkpoints(self.train_dir, self.settings.keep_checkpoints)
+        if is_new_best or self._is_due(self.settings.checkpoint_every_steps):
+            from_main_process(self.trainer.accelerator, self._save)
+
+    def _save(self) -> None:
+        save_checkpoint(self.train_dir, self.trainer.drafter, self.trainer.optimizer, self.state)
+        record_best(self.train_dir, self.state["best"])
+        remove_old_checkpoints(self.train_dir, self.settings.keep_checkpoints)
 
     def _is_due(self, every_steps: int) -> bool:
         return self.state["step"] % every_steps == 0 or self.state["step"] == self.total_steps

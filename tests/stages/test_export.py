@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 
-from dflash_train.checkpoint import save_checkpoint
+from dflash_train.checkpoint import save_checkpoint, weights_digest
 from dflash_train.config import Config, DrafterConfig, ExportConfig, FeaturesConfig, Stage, TargetConfig
 from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.errors import UserError
@@ -52,11 +52,26 @@ def test_the_card_and_the_last_lines_quote_the_evaluation(config, tmp_path, caps
     (tmp_path / "evaluate").mkdir()
     measured = {"prompts": "heldout", "mode": "replay", "tau": 2.5, "tau_ci95": None, "num_verifications": 9, "answers_from_target": "true"}
     measured["num_answers"] = 3
-    report = {"step": 20, "block_size": 4, "dtype": "float32", "sets": [measured]}
+    weights = weights_digest(tmp_path / "train" / "checkpoints" / "step-00000020")
+    report = {"step": 20, "weights": weights, "block_size": 4, "dtype": "float32", "sets": [measured]}
     (tmp_path / "evaluate" / "report.json").write_text(json.dumps(report))
     run(config)
     assert "| heldout | replay | 2.500 | - | 9 | true |" in (tmp_path / "served" / "README.md").read_text()
     assert capsys.readouterr().out.endswith("heldout, replay: tau 2.500, block size 4, 9 verifications of 3 answers\n")
+
+
+def test_a_report_about_other_weights_is_not_quoted(config, tmp_path):
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "report.json").write_text(json.dumps({"step": 20, "weights": "of an earlier run", "sets": []}))
+    run(config)
+    assert "tau: not measured (no report" in (tmp_path / "served" / "README.md").read_text()
+
+
+def test_what_a_killed_export_left_does_not_stop_the_next(config, tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / ".tmp-config.yaml").touch()
+    run(config)
+    assert not (tmp_path / "served" / ".tmp-config.yaml").exists()
 
 
 @pytest.mark.parametrize("change", ["layer ids", "target", "template"])

@@ -171,6 +171,8 @@ def answers_path(target_path, tmp_path_factory) -> Path:
             run_dir=str(run_dir),
             target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
             regenerate=RegenerateConfig(prompts=[str(prompts)], max_new_tokens=8),
+            features=FeaturesConfig(layer_ids=[1, 3, 4]),
+            drafter=DrafterConfig(mask_token_id=MASK_TOKEN_ID),
         )
     )
     return run_dir / "regenerate" / "answers.jsonl"

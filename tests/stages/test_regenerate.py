@@ -1,17 +1,20 @@
 """stage=regenerate: the target's own greedy answers, whatever the batch, the launch or the moment it was killed."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import EOS_ID, make_qwen3, make_qwen35_wrapper
+from tiny_models import EOS_ID, MASK_TOKEN_ID, make_qwen3, make_qwen35_wrapper
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
-from dflash_train.config import Config, DataConfig, Dtype, RegenerateConfig, Stage, TargetConfig
+from dflash_train.config import Config, DataConfig, DrafterConfig, Dtype, FeaturesConfig, RegenerateConfig, Stage, TargetConfig
 from dflash_train.errors import UserError
 from dflash_train.stages import regenerate
 
+ROOT = Path(__file__).parents[2]
 QUESTIONS = ["Name a tree.", "Two plus two?", "Hi", "Name a colour that the sky has in the evening.", "Why?"]
 MAX_NEW_TOKENS = 12
 
@@ -40,6 +43,8 @@ def make_config(target: Path, prompts: Path, run_dir: Path, max_tokens: int = 40
         target=TargetConfig(path=str(target), dtype=Dtype.float32),
         data=DataConfig(max_tokens=max_tokens),
         regenerate=RegenerateConfig(prompts=[str(prompts)], **settings),
+        features=FeaturesConfig(layer_ids=[1, 3, 4]),
+        drafter=DrafterConfig(mask_token_id=MASK_TOKEN_ID),
     )
 
 
@@ -116,35 +121,16 @@ def test_a_killed_run_computes_only_what_is_missing(target_path, prompts_path, t
     assert batches == [2]
 
 
-def test_two_processes_write_the_answers_of_one(target_path, prompts_path, tmp_path, monkeypatch):
+def test_two_processes_write_the_answers_of_one(target_path, prompts_path, tmp_path):
     regenerate.run(make_config(target_path, prompts_path, tmp_path / "one"))
-    config = make_config(target_path, prompts_path, tmp_path / "two")
-    chunks = {0: [], 1: []}
-    answer_chunks = regenerate._answer_chunks
-
-    def note_chunks(folder, prompts, chunks_planned, missing, answerer, is_main_process):
-        chunks[0 if is_main_process else 1] += missing
-        answer_chunks(folder, prompts, chunks_planned, missing, answerer, is_main_process)
-
-    class Rank:
-        """One of two processes; the main one lets the other run where it waits for it the second time."""
-
-        num_processes, device = 2, torch.device("cpu")
-
-        def __init__(self, index: int) -> None:
-            self.process_index, self.is_main_process, self.num_waits = index, index == 0, 0
-
-        def wait_for_everyone(self) -> None:
-            self.num_waits += 1
-            if self.is_main_process and self.num_waits == 2:
-                monkeypatch.setattr(regenerate, "make_accelerator", lambda: Rank(1))
-                regenerate.run(config)
-
-    monkeypatch.setattr(regenerate, "_answer_chunks", note_chunks)
-    monkeypatch.setattr(regenerate, "make_accelerator", lambda: Rank(0))
-    regenerate.run(config)
-    assert chunks == {0: [0, 2], 1: [1]}
-    assert answers(tmp_path / "two") == answers(tmp_path / "one")
+    settings = [f"run_dir={tmp_path}/two", f"target.path={target_path}", "target.dtype=float32", f"regenerate.prompts=[{prompts_path}]"]
+    settings += [f"regenerate.max_new_tokens={MAX_NEW_TOKENS}", "regenerate.sequences_per_forward=2"]
+    settings += ["features.layer_ids=[1,3,4]", f"drafter.mask_token_id={MASK_TOKEN_ID}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launched = subprocess.run([*launch, "-m", "dflash_train", "stage=regenerate", *settings], cwd=ROOT, capture_output=True, text=True)
+    assert launched.returncode == 0, launched.stderr
+    one, two = (tmp_path / run / "regenerate" / "answers.jsonl" for run in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_parts_of_other_settings_are_refused(target_path, prompts_path, tmp_path):
@@ -182,3 +168,22 @@ def test_no_prompts_is_one_line(target_path, tmp_path):
     empty.write_text("\n")
     with pytest.raises(UserError, match="regenerate.prompts: no usable row; there are no rows"):
         regenerate.run(make_config(target_path, empty, tmp_path / "run"))
+
+
+def test_out_of_memory_names_the_setting_which_may_then_change(target_path, prompts_path, tmp_path, monkeypatch):
+    def generate(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.GenerationMixin.generate", generate)
+        with pytest.raises(UserError, match="smaller regenerate.sequences_per_forward"):
+            regenerate.run(make_config(target_path, prompts_path, tmp_path / "run", sequences_per_forward=4))
+    regenerate.run(make_config(target_path, prompts_path, tmp_path / "run", sequences_per_forward=1))
+    assert len(answers(tmp_path / "run")) == len(QUESTIONS)
+
+
+def test_layers_and_mask_of_later_stages_are_checked_before_answering(target_path, prompts_path, tmp_path):
+    config = make_config(target_path, prompts_path, tmp_path / "run")
+    config.features.layer_ids = [1, 5]
+    with pytest.raises(UserError, match="5 is the last layer"):
+        regenerate.run(config)
