@@ -11,6 +11,7 @@ inside it (a wheel).
 import dataclasses
 import difflib
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ from dflash_train import config as settings
 from dflash_train.config import Config, Stage
 from dflash_train.errors import UserError
 from dflash_train.launch import refuse_several_processes
+from dflash_train.layers import LayerIds
 
 _USAGE = """\
 dflash_train trains DFlash drafters: from chats and a target model to a drafter that vLLM and SGLang serve.
@@ -82,6 +84,7 @@ def to_config(composed: DictConfig) -> Config:
 
 def run_stage(config: Config, arguments: list[str]) -> None:
     """Runs one stage in this process; `all` runs the stages one after the other, each in a process of its own."""
+    _check_layer_ids(config)
     if config.stage is not Stage.all:
         importlib.import_module(f"dflash_train.stages.{config.stage.value}").run(config)
         return
@@ -171,6 +174,20 @@ def _refuse_unknown_keys(value: Any, kind: Any, prefix: str) -> None:
         if key not in hints:
             raise UserError(f"{prefix}{key} is not a setting{_closest(prefix + str(key))}")
         _refuse_unknown_keys(child, hints[key], f"{prefix}{key}.")
+
+
+def _check_layer_ids(config: Config) -> None:
+    """Tells a wrong layer id of a local target at once, before the seconds that torch and transformers take to import.
+
+    Whatever else is wrong with the target's `config.json`, or where it says less, the stage tells.
+    """
+    try:
+        written = json.loads((Path(config.target.path) / "config.json").read_text(encoding="utf-8"))
+        num_layers = written.get("text_config", written)["num_hidden_layers"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    if isinstance(num_layers, int):
+        LayerIds(tuple(config.features.layer_ids), num_layers)
 
 
 def _missing(values: dict[str, Any], prefix: str) -> list[str]:

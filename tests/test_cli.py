@@ -1,5 +1,6 @@
 """The command line as a user meets it: one line for a mistake, an answer within a second, the same files whatever the folder."""
 
+import json
 import os
 import resource
 import subprocess
@@ -161,3 +162,13 @@ def test_a_mistake_on_the_main_process_ends_the_others_quietly(monkeypatch: pyte
 
 def test_several_runs_in_one_command_are_refused() -> None:
     assert "2 runs in one command" in refused("-m", "stage=train", "recipe=quickstart", "seed=1,2", status=1)
+
+
+@pytest.mark.parametrize("written", [{"num_hidden_layers": 64}, {"text_config": {"num_hidden_layers": 64}, "num_hidden_layers": 27}])
+def test_a_layer_the_target_lacks_is_told_before_torch_is_imported(tmp_path: Path, written: dict) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    code = "import sys; sys.modules['torch'] = None; from dflash_train.cli import main; main()"
+    arguments = ["stage=extract", "recipe=qwen3_6_27b", f"target.path={tmp_path}", "features.layer_ids=[1,16,31,46,61,64]"]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1 and "another convention's name for the output of layer 63" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
