@@ -107,6 +107,8 @@ def main() -> None:
         if not arguments or {"-h", "--help"} & set(arguments):
             print(_USAGE.format(recipes=", ".join(recipes)) + settings_help())
             return
+        if {"-m", "--multirun"} & set(arguments):
+            raise UserError("several runs in one command (--multirun) are not supported: start them one by one")
         composed = _compose()
         if composed is not None:
             run_stage(to_config(composed), arguments)
@@ -138,8 +140,6 @@ def _compose() -> DictConfig | None:
         found.append(composed)
 
     hydra.main(version_base="1.3", config_path=str(package_root() / "conf"), config_name="config")(keep)()
-    if len(found) > 1:
-        raise UserError(f"{len(found)} runs in one command (--multirun): start them one by one")
     return found[0] if found else None
 
 

@@ -1,5 +1,6 @@
 """Starts Accelerate the one way that is right with and without GPUs, and refuses launches that would be several independent jobs."""
 
+import atexit
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -33,7 +34,16 @@ def make_accelerator(mixed_precision: str = "no") -> "Accelerator":
         raise _independent_jobs(launched, accelerator.num_processes)
     if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise UserError(f"Accelerate is configured for {accelerator.distributed_type}: training here is DDP, so launch with --multi_gpu")
+    atexit.register(_leave)
     return accelerator
+
+
+def _leave() -> None:
+    """Ends the process group: gloo's threads, left running at the interpreter's end, abort the process now and then."""
+    import torch.distributed
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def from_main_process(accelerator: "Accelerator", work: Callable[[], _T]) -> _T:

@@ -161,7 +161,7 @@ def test_a_mistake_on_the_main_process_ends_the_others_quietly(monkeypatch: pyte
 
 
 def test_several_runs_in_one_command_are_refused() -> None:
-    assert "2 runs in one command" in refused("-m", "stage=train", "recipe=quickstart", "seed=1,2", status=1)
+    assert "several runs in one command" in refused("-m", "stage=train", "recipe=quickstart", "seed=1,2", status=1)
 
 
 @pytest.mark.parametrize("written", [{"num_hidden_layers": 64}, {"text_config": {"num_hidden_layers": 64}, "num_hidden_layers": 27}])

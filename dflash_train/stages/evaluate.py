@@ -73,6 +73,7 @@ def run(config: Config) -> None:
         write_report(folder, report)
         print(f"wrote {folder / 'report.md'}")
         print("\n".join(console_lines(report)))
+    accelerator.wait_for_everyone()
 
 
 class Evaluation:
