@@ -5,7 +5,7 @@ them in one pass and keeps the longest right prefix and one token of its own. A 
 (context features) as keys and values; its queries are a block: the last committed token (the anchor) and K-1 mask tokens.
 
     prompts --regenerate--> answers --prepare--> samples --extract--> features --train--> checkpoints --evaluate--> report
-                                                                                              |------export----> drafter folder
+                                                                      --verify-->                 |------export----> drafter folder
 
 Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages and writes its own (`run_folder.py`). The rooms:
 
@@ -14,7 +14,7 @@ Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages
 - **the target**     `target.py` loads it (or only its embedding and head) and identifies it; `weight_files.py` reads single tensors;
   `capture.py` runs it and collects features.
 - **the data**       `conversations.py` reads chats, `chat.py` turns them into ids and a loss mask, `samples.py` keeps them on disk.
-- **the features**   `features/` plans, writes, checks and reads the dataset of shards.
+- **the features**   `features/` plans, writes, checks, reads and verifies the dataset of shards.
 - **the drafter**    `blocks.py` anchors and blocks, `masks.py` who sees whom, `attention.py`, `drafter.py` the model (it trains and
   decodes with the same code), `drafter_init.py` a start from the target's layers.
 - **the training**   `packing.py` decides which samples meet in which step, `training_data.py` reads them, `trainer.py` takes a step;

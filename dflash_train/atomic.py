@@ -49,6 +49,12 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         raise
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed writers left in `folder`, so that it takes no space. Nobody may be writing there."""
+    for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        _remove(leftover)
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Writes UTF-8 text atomically."""
     with atomic_path(path) as temporary:

@@ -7,7 +7,7 @@ stops as soon as the last wanted tensor is there, unless the caller runs the mod
 Rows hold one sequence each: packing several into a row corrupts targets with recurrent layers, right padding does not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ from dflash_train.errors import UserError
 from dflash_train.layers import LayerIds
 from dflash_train.target import Target
 
+_NUM_LOGITS = 64  # tokens whose log-probabilities are compared
+_LOGIT_ERROR = 1e-2  # of the largest logit: the same operations in the same dtype
+
 
 @dataclass
 class Captured:
@@ -28,22 +31,49 @@ class Captured:
     teacher_state_BTD: Tensor | None
 
 
+@dataclass(frozen=True)
+class RecomputedTeacher:
+    """Teacher state on the CPU, and the logits of the last R tokens as the whole model gives them."""
+
+    state_TD: Tensor
+    logits_RV: Tensor
+    rebuild: Callable[[Tensor], Tensor]  # `Target.logits`
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """One sample alone, unpadded, as `output_hidden_states` gives it, on the CPU; `compute_dtype` is the target's."""
+
+    compute_dtype: torch.dtype
+    features_TLD: Tensor
+    teacher: RecomputedTeacher | None
+
+
 class Recorder:
     """Holds what the hooks saw in the latest forward."""
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
+    def __init__(self, layer_ids: Sequence[int], device: torch.device) -> None:
         self.features_BTLD = torch.empty(0)
         self.teacher_state_BTD: Tensor | None = None
-        self._num_layers, self._device = num_layers, device
+        self._layer_ids, self._device = layer_ids, device
 
     def put_layer(self, plane: int, output: Tensor | tuple[Tensor, ...]) -> None:
         """Copies a layer's output into its plane: later layers may go on in place in the tensor they were given."""
         hidden_BTD = output[0] if isinstance(output, tuple) else output
         if hidden_BTD.ndim != 3:
-            raise UserError(f"a target layer put out {list(hidden_BTD.shape)} instead of [rows, tokens, width]: it cannot be a target yet")
+            raise UserError(
+                f"layer {self._layer_ids[plane]} put out {list(hidden_BTD.shape)} instead of [rows, tokens, width]: "
+                "it cannot be a target yet"
+            )
         if plane == 0:
             rows, tokens, width = hidden_BTD.shape
-            self.features_BTLD = hidden_BTD.new_empty(rows, tokens, self._num_layers, width, device=self._device)
+            self.features_BTLD = hidden_BTD.new_empty(rows, tokens, len(self._layer_ids), width, device=self._device)
+        first_BTD = self.features_BTLD[:, :, 0]
+        if hidden_BTD.shape != first_BTD.shape or hidden_BTD.dtype != first_BTD.dtype:
+            raise UserError(
+                f"layer {self._layer_ids[plane]} put out {list(hidden_BTD.shape)} in {hidden_BTD.dtype}, layer {self._layer_ids[0]} "
+                f"{list(first_BTD.shape)} in {first_BTD.dtype}: features of one forward have one shape and dtype"
+            )
         self.features_BTLD[:, :, plane].copy_(hidden_BTD)
 
     def put_teacher_state(self, hidden_BTD: Tensor) -> None:
@@ -74,10 +104,11 @@ class Capture:
             yield recorder
 
     @torch.no_grad()
-    def compare_with_hidden_states(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> None:
-        """Raises UserError naming layer and row unless the hooks see exactly what `output_hidden_states` gives in the same forward.
+    def compare_with_hidden_states(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
+        """The features [B, T, L, D], if the hooks see exactly what `output_hidden_states` gives in the same forward.
 
-        The teacher state is held to the last hidden state: it has to be what the final norm turns into it.
+        The teacher state is held to the last hidden state, which the final norm has to turn it into, and to the model's own logits.
+        Raises UserError naming layer and row.
         """
         with self.recording() as recorder:
             output = self._decode(input_ids_BT, attention_mask_BT, output_hidden_states=True)
@@ -90,13 +121,48 @@ class Capture:
         if recorder.teacher_state_BTD is not None:
             normed_BTD = self.target.final_norm(recorder.teacher_state_BTD.to(output.last_hidden_state.device))
             _require_equal("teacher state", normed_BTD, "the last hidden state", output.last_hidden_state, real_BT)
+            self._compare_logits(input_ids_BT, attention_mask_BT)
+        return recorder.features_BTLD
+
+    def _compare_logits(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> None:
+        with self.recording() as recorder:
+            model_V = self.target.run_with_logits(input_ids_BT, attention_mask_BT, num_logits=1).logits[0, -1].float()
+        assert recorder.teacher_state_BTD is not None
+        rebuilt_V = self.target.logits(recorder.teacher_state_BTD[0, -1]).float()
+        error, largest = float((rebuilt_V - model_V).abs().max()), float(model_V.abs().max())
+        if not error <= _LOGIT_ERROR * largest:
+            raise UserError(
+                "capture check failed: logits rebuilt from the teacher state through the target's final norm, head, logit scale and "
+                f"soft cap are not the model's own: off by {error:.3g}, the largest is {largest:.3g}; "
+                "features.teacher_state cannot be used with this target"
+            )
+
+    @torch.no_grad()
+    def recompute(self, input_ids_T: Tensor) -> Recomputed:
+        """One sample alone, without padding, its features taken from `output_hidden_states` and not from the hooks.
+
+        With the teacher state come the model's own logits of the last 64 tokens.
+        """
+        input_ids_BT = input_ids_T.long()[None].to(self.target.device)
+        mask_BT = torch.ones_like(input_ids_BT)
+        if not self.teacher_state:
+            states = self._decode(input_ids_BT, mask_BT, output_hidden_states=True).hidden_states
+            return Recomputed(self.target.model.dtype, self._features_of(states), None)
+        with self.recording() as recorder:
+            output = self.target.run_with_logits(input_ids_BT, mask_BT, num_logits=_NUM_LOGITS)
+        assert recorder.teacher_state_BTD is not None
+        teacher = RecomputedTeacher(recorder.teacher_state_BTD[0].cpu(), output.logits[0, -_NUM_LOGITS:], self.target.logits)
+        return Recomputed(self.target.model.dtype, self._features_of(output.hidden_states), teacher)
+
+    def _features_of(self, states: Sequence[Tensor]) -> Tensor:
+        return torch.stack([states[index][0].cpu() for index in self.layer_ids.hf_hidden_states], dim=1)
 
     def _decode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, **options: Any) -> Any:
         return self.target.decoder(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False, **options)
 
     @contextmanager
     def _hooked(self, device: torch.device, stop: bool) -> Iterator[Recorder]:
-        recorder = Recorder(len(self.layer_ids.ids), device)
+        recorder = Recorder(self.layer_ids.ids, device)
         with ExitStack() as hooks:
             for plane, layer_id in enumerate(self.layer_ids.ids):
                 is_last = stop and not self.teacher_state and layer_id == self.layer_ids.ids[-1]

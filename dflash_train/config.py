@@ -15,11 +15,12 @@ from dflash_train.errors import UserError
 
 
 class Stage(StrEnum):
-    """The stages in the order in which `all` runs them."""
+    """The stages in their order; `all` runs them, but verify, which costs as much reading as the data is large, only by name."""
 
     regenerate = "regenerate"
     prepare = "prepare"
     extract = "extract"
+    verify = "verify"
     train = "train"
     evaluate = "evaluate"
     export = "export"
@@ -72,6 +73,13 @@ class Schedule(StrEnum):
     constant = "constant"
 
 
+class FeatureCodec(StrEnum):
+    """How features are stored: bf16 two bytes a value, fp8 (e4m3, one scale per token and layer) one."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
 class EvaluateMode(StrEnum):
     """`replay` walks stored answers without the target, `decode` runs the target, `both` does one after the other."""
 
@@ -121,9 +129,11 @@ class RegenerateConfig:
 class FeaturesConfig:
     layer_ids: list[int] = MISSING  # 0-based decoder layers of the target, strictly increasing, 0 to N-2
     teacher_state: bool = False  # also keep the input of the target's final norm
+    codec: FeatureCodec = FeatureCodec.bf16  # how a value is stored; the teacher state is always bf16
     dir: str = "${run_dir}/extract"  # folder of the feature dataset
     shard_tokens: int = 262144  # context tokens per shard, at least 16 times tokens_per_forward
     tokens_per_forward: int = 16384  # context tokens with padding in one forward, per process
+    dry_run: bool = False  # show the plan, with size and free space, and stop
 
     def __post_init__(self) -> None:
         ids = self.layer_ids
@@ -140,6 +150,15 @@ class FeaturesConfig:
                 f"features.shard_tokens={self.shard_tokens} must be at least 16 times features.tokens_per_forward="
                 f"{self.tokens_per_forward} (that is {16 * self.tokens_per_forward}), or grouping by length pads too much"
             )
+
+
+@dataclass
+class VerifyConfig:
+    samples_per_shard: int | None = 4  # recomputed with the target and compared; 0: the target is not loaded; null: all
+
+    def __post_init__(self) -> None:
+        if self.samples_per_shard is not None:
+            _not_negative("verify.samples_per_shard", self.samples_per_shard)
 
 
 @dataclass
@@ -210,7 +229,7 @@ class TrainConfig:
     shuffle_shards: int = 4  # shards whose samples are shuffled together
     mixed_precision: MixedPrecision = MixedPrecision.no  # compute dtype; master weights stay fp32
     head_chunk_bytes: int = 268435456  # bytes of logits held at once
-    loader_workers: int = 1  # reader processes per rank; 0 reads in the training process
+    loader_workers: int = 1  # threads per rank that read ahead, a pack each; 0 reads when a pack is needed
     log_every_steps: int = 10  # optimizer steps between rows of metrics.jsonl
     evaluate_every_steps: int = 500  # held-out replay tau; the last step is always evaluated
     checkpoint_every_steps: int = 500  # the last step always writes one
@@ -266,6 +285,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

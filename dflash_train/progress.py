@@ -65,3 +65,12 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for the eye, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:,.4g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"

@@ -6,6 +6,7 @@ Only safetensors are read. A weight that the checkpoint lacks is refused, where 
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import re
@@ -60,6 +61,27 @@ class Target:
     def device(self) -> torch.device:
         """Where input ids go."""
         return self.model.get_input_embeddings().weight.device
+
+    def run_with_logits(self, input_ids_BT: torch.Tensor, attention_mask_BT: torch.Tensor, num_logits: int) -> Any:
+        """The whole model's output with `hidden_states` and `logits`, of the last `num_logits` tokens where the model can limit them."""
+        kept = {"logits_to_keep": num_logits} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        return self.model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False, output_hidden_states=True, **kept)
+
+    @torch.no_grad()
+    def logits(self, teacher_state_TD: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the input of the final norm: the target's own norm, head, logit scale and soft cap.
+
+        Modules are called past their hooks: another thread may be capturing through them. How a family scales its logits is read from the
+        settings that transformers 5.24 reads: Granite `logits_scaling`, Cohere `logit_scale`, Falcon-H1 `lm_head_multiplier`, Gemma
+        `final_logit_softcapping`. `Capture` holds the result to the model's own logits, so an unknown way is found.
+        """
+        head, text = _head(self.model), self.text_config
+        normed_TD = self.final_norm.forward(teacher_state_TD.to(head.weight.device, self.model.dtype))
+        logits_TV = head.forward(normed_TD.to(head.weight.dtype))
+        logits_TV = logits_TV * (getattr(text, "logit_scale", None) or 1) * (getattr(text, "lm_head_multiplier", None) or 1)
+        logits_TV = logits_TV / (getattr(text, "logits_scaling", None) or 1)
+        cap = getattr(text, "final_logit_softcapping", None)
+        return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap
 
 
 @dataclass(frozen=True)
@@ -230,7 +252,7 @@ def load_ends(settings: TargetConfig, device: torch.device, dtype: torch.dtype) 
     with torch.device("meta"):
         model = _model_class(config).from_config(config, trust_remote_code=settings.trust_remote_code)
     _refuse_rescaled(settings, model, text_config(config))
-    stored, head = stored_tensors(folder), _head(settings, model)
+    stored, head = stored_tensors(folder), _head(model)
     embedding_VD = _load_end(settings, model, model.get_input_embeddings(), stored, device, dtype)
     if config.tie_word_embeddings and _find_stored(model, head, stored) is None:
         return TargetEnds(embedding_VD, embedding_VD)
@@ -289,15 +311,15 @@ def _module_name(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def _head(settings: TargetConfig, model: "PreTrainedModel") -> nn.Module:
+def _head(model: "PreTrainedModel") -> nn.Module:
     head = model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
     if head is None:
-        raise UserError(f"{_named(settings)}: {type(model).__name__} has no head, so it is no language model")
+        raise UserError(f"target.path: {type(model).__name__} has no head, so it is no language model")
     return head
 
 
 def _refuse_missing(settings: TargetConfig, model: "PreTrainedModel", missing: set[str]) -> None:
-    language = [_module_name(model, _find_decoder(model)), _module_name(model, _head(settings, model))]
+    language = [_module_name(model, _find_decoder(model)), _module_name(model, _head(model))]
     lost = sorted(name for name in missing if any(part == "" or name.startswith(f"{part}.") for part in language))
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -328,7 +350,7 @@ def _find_final_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module:
 
 
 def _refuse_rescaled(settings: TargetConfig, model: "PreTrainedModel", text: PreTrainedConfig) -> None:
-    embedding, head = model.get_input_embeddings(), _head(settings, model)
+    embedding, head = model.get_input_embeddings(), _head(model)
     why = [f"{name}={getattr(text, name)}" for name in _RESCALING if getattr(text, name, None) not in (None, False, 1)]
     if type(embedding) is not nn.Embedding:
         why.append(f"its embedding is a {type(embedding).__name__}, which scales or normalises the rows")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -89,9 +90,10 @@ class Trainer:
         """
         share = refs[self.accelerator.process_index :: self.accelerator.num_processes]
         shape = {"block_size": self.drafter.block_size, "mask_token_id": self.drafter.mask_token_id, "tokens_per_pack": tokens_per_pack}
+        read = partial(dataset.read, device=self.accelerator.device)
         with self.accelerator.autocast():
-            walks = replay(self.drafter, self.ends, map(dataset.read, share), **shape)
-            estimate = anchor_tau(self.drafter, self.ends, map(dataset.read, share), **shape, seed=seed)
+            walks = replay(self.drafter, self.ends, map(read, share), **shape)
+            estimate = anchor_tau(self.drafter, self.ends, map(read, share), **shape, seed=seed)
         order = {ref.sample_id: i for i, ref in enumerate(refs)}
         walks = sorted(gather_object(walks), key=lambda walk: order[walk.sample_id])
         estimates = [value for value in gather_object([estimate]) if value is not None]
@@ -99,7 +101,6 @@ class Trainer:
         return figures | {"anchor_tau": sum(estimates) / len(estimates) if estimates else None}
 
     def _loss(self, pack: TrainingPack) -> tuple[Tensor, Tensor]:
-        pack = pack.to(self.accelerator.device)
         embeddings_AKD = F.embedding(pack.blocks.input_ids_AK, self.ends.embedding_VD).to(self.drafter.dtype)
         hidden_AKD = self.model(pack.features_TLD, pack.context, embeddings_AKD, pack.blocks)
         result = weighted_cross_entropy(hidden_AKD, self.ends.head_VD, pack.blocks.labels_AK, pack.blocks.weights_AK, self.head_chunk_bytes)

@@ -1,20 +1,20 @@
 """Packs as tensors, read and drawn ahead of the training step.
 
-In: a feature dataset and the plan of the run. Out: the packs of one process in order, each with its blocks. Reading and drawing happen
-in loader workers; every draw comes from a generator seeded by (seed, epoch, sample), so it does not matter which worker draws when.
+In: a feature dataset and the plan of the run. Out: the packs of one process in order, each with its blocks, on the device that trains.
+Reading and drawing happen in threads: a read does not hold Python's lock, so nothing has to be forked or copied between processes. Every
+draw comes from a generator seeded by (seed, epoch, sample), so it does not matter which thread draws when.
 """
 
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from dflash_train.blocks import Blocks, Context, build_blocks, draw_anchors
-from dflash_train.errors import UserError
-from dflash_train.features.reader import FeatureDataset
+from dflash_train.features.reader import EncodedFeatures, FeatureDataset
 from dflash_train.packing import Pack, Step, packs_of_rank, sample_generator
 
 
@@ -26,51 +26,65 @@ class TrainingPack:
     context: Context
     blocks: Blocks
 
-    def to(self, device: torch.device | str) -> "TrainingPack":
-        """The same pack on `device`."""
-        return TrainingPack(self.features_TLD.to(device, non_blocking=True), self.context.to(device), self.blocks.to(device))
+
+@dataclass(frozen=True)
+class EncodedPack:
+    """A pack on the CPU, its features as they are stored."""
+
+    features: EncodedFeatures
+    context: Context
+    blocks: Blocks
+
+    def to(self, device: torch.device | str) -> TrainingPack:
+        """The pack on `device`, where its features are decoded to bf16."""
+        return TrainingPack(self.features.to(device).decode(), self.context.to(device), self.blocks.to(device))
 
 
 @dataclass(frozen=True)
-class PackReader(Dataset[TrainingPack | UserError]):
-    """Turns (epoch, pack) into tensors on the CPU."""
+class PackReader:
+    """Turns (epoch, pack) into tensors; `device` is where they are going to be needed."""
 
     dataset: FeatureDataset
+    device: torch.device
     seed: int
     anchors_per_document: int
     block_size: int
     mask_token_id: int
     gamma: float | None
 
-    def __getitem__(self, key: tuple[int, Pack]) -> TrainingPack | UserError:
-        # returned instead of raised: what a loader worker raises arrives as the text of its traceback
-        try:
-            return self.read(*key)
-        except UserError as error:
-            return error
-
-    def read(self, epoch: int, refs: Pack) -> TrainingPack:
+    def read(self, epoch: int, refs: Pack) -> EncodedPack:
         """Reads the samples and draws their blocks. Raises UserError for an unreadable sample or one that contains the mask token."""
-        samples = [self.dataset.read(ref) for ref in refs]
+        samples = self.dataset.read_encoded(refs, pin_memory=self.device.type == "cuda")
+        lengths = [ref.num_tokens for ref in refs]
+        documents = list(zip(samples.input_ids_T.split(lengths), samples.loss_mask_T.split(lengths), strict=True))
         anchors = [
-            draw_anchors(sample.loss_mask_T, self.anchors_per_document, sample_generator(self.seed, epoch, sample.sample_id))
-            for sample in samples
+            draw_anchors(loss_mask_T, self.anchors_per_document, sample_generator(self.seed, epoch, ref.sample_id))
+            for ref, (_, loss_mask_T) in zip(refs, documents, strict=True)
         ]
-        documents = [(sample.input_ids_T, sample.loss_mask_T) for sample in samples]
         context, blocks = build_blocks(documents, anchors, self.block_size, self.mask_token_id, self.gamma)
-        contract = self.dataset.contract
-        no_features = torch.empty(0, len(contract.layer_ids.ids), contract.hidden_size, dtype=torch.bfloat16)
-        return TrainingPack(torch.cat([no_features, *(sample.features_TLD for sample in samples)]), context, blocks)
+        return EncodedPack(samples.features, context, blocks)
 
 
-def load_packs(reader: PackReader, steps: Iterable[Step], rank: int, world_size: int, num_workers: int) -> Iterator[TrainingPack]:
-    """The packs of process `rank` in the order of `steps`, read ahead by `num_workers` processes (0: read when asked for).
+def load_packs(
+    reader: PackReader, steps: Iterable[Step], rank: int, world_size: int, num_workers: int
+) -> Generator[TrainingPack, None, None]:
+    """The packs of process `rank` in the order of `steps`; `num_workers` threads read as many packs ahead (0: read when asked for).
 
-    Raises UserError where `PackReader.read` does.
+    Raises UserError where `PackReader.read` does. Closing it ends the threads.
     """
     keys = ((step.epoch, pack) for step in steps for pack in packs_of_rank(step.packs, rank, world_size))
-    # the loader accepts any iterable of keys as a sampler; only its type annotation asks for a length
-    for pack in DataLoader(reader, batch_size=None, sampler=cast(Sized, keys), num_workers=num_workers):
-        if isinstance(pack, UserError):
-            raise pack
-        yield pack
+    if num_workers == 0:
+        for key in keys:
+            yield reader.read(*key).to(reader.device)
+        return
+    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="pack-reader")
+    pending: deque[Future[EncodedPack]] = deque()
+    try:
+        for key in keys:
+            pending.append(executor.submit(reader.read, *key))
+            if len(pending) > num_workers:
+                yield pending.popleft().result().to(reader.device)
+        while pending:
+            yield pending.popleft().result().to(reader.device)
+    finally:
+        executor.shutdown(cancel_futures=True)

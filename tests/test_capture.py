@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_gemma3, make_llama, make_mistral3_wrapper, make_qwen3, make_qwen35_wrapper
+from tiny_models import SMALL, make_gemma3, make_llama, make_mistral3_wrapper, make_model, make_qwen3, make_qwen35_wrapper
 from torch import nn
-from transformers import DynamicCache
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 from dflash_train.capture import Capture, Recorder
 from dflash_train.config import TargetConfig
@@ -192,9 +200,53 @@ def test_features_are_copies(targets):
 
 
 def test_recorder_takes_tuples_and_refuses_several_streams():
-    recorder = Recorder(num_layers=2, device=CPU)
+    recorder = Recorder([1, 3], device=CPU)
     recorder.put_layer(0, (torch.ones(1, 2, 3), None))
     recorder.put_layer(1, torch.full((1, 2, 3), 2.0))
     assert recorder.features_BTLD[0, 0].tolist() == [[1, 1, 1], [2, 2, 2]]
-    with pytest.raises(UserError, match=r"\[1, 2, 4, 3\] instead of"):
+    with pytest.raises(UserError, match=r"layer 1 put out \[1, 2, 4, 3\] instead of"):
         recorder.put_layer(0, torch.ones(1, 2, 4, 3))
+    for other in (torch.ones(1, 1, 3), torch.ones(1, 2, 3).half()):
+        with pytest.raises(UserError, match=r"layer 3 put out .* in torch.float.*, layer 1 \[1, 2, 3\] in torch.float32"):
+            recorder.put_layer(1, other)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_recomputing_gives_what_the_hooks_give(targets, name):
+    target, (input_ids, mask) = targets[name], batch(7)
+    ids = ids_of(target, 0, 3)
+    captured = Capture(target, ids, teacher_state=True).run(input_ids, mask)
+    recomputed = Capture(target, ids, teacher_state=True).recompute(input_ids[0])
+    assert torch.equal(recomputed.features_TLD, captured.features_BTLD[0])
+    assert torch.equal(recomputed.teacher.state_TD, captured.teacher_state_BTD[0])
+    assert recomputed.teacher.logits_RV.shape == (7, 320) and recomputed.compute_dtype == torch.float32
+    plain = Capture(target, ids).recompute(input_ids[0])
+    assert plain.teacher is None
+    torch.testing.assert_close(plain.features_TLD, recomputed.features_TLD)
+
+
+SCALED = {  # families that rescale their logits, each in its own way
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 3.0}),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_log_probabilities_rebuilt_from_the_teacher_state(tmp_path, name):
+    model_class, config_class, scaling = SCALED[name]
+    target = load_target(TargetConfig(path=str(make_model(tmp_path, model_class, config_class(**SMALL | scaling), "plain.jinja", 0))), CPU)
+    input_ids, mask = batch(9)
+    state_TD = Capture(target, ids_of(target, 1), teacher_state=True).run(input_ids, mask).teacher_state_BTD[0]
+    with torch.no_grad():
+        expected = target.model(input_ids=input_ids).logits[0].log_softmax(-1)
+    torch.testing.assert_close(target.logits(state_TD).log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+    assert (target.model.get_output_embeddings()(target.final_norm(state_TD)).log_softmax(-1) - expected).abs().max() > 1e-2
+    Capture(target, ids_of(target, 1), teacher_state=True).compare_with_hidden_states(input_ids, mask)
+
+
+def test_start_up_comparison_finds_an_unknown_way_of_scaling_logits(targets, monkeypatch):
+    target, genuine = targets["qwen3"], Target.logits
+    monkeypatch.setattr(Target, "logits", lambda self, state_TD: 1.1 * genuine(self, state_TD))
+    with pytest.raises(UserError, match="logit scale and soft cap are not the model's own"):
+        Capture(target, ids_of(target, 1), teacher_state=True).compare_with_hidden_states(*batch(4))

@@ -1,12 +1,18 @@
 """Prepared samples and feature datasets for a tiny target, as stage=prepare and stage=extract leave them."""
 
 import random
+import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
+from safetensors.torch import load_file
 
 from dflash_train.config import Config, DrafterConfig, Dtype, FeaturesConfig, Stage, TargetConfig
+from dflash_train.features.shard import open_shard, read_header, sample_checksum
 from dflash_train.samples import save_samples
 from dflash_train.target import load_tokenizer, tokenizer_identity
 
@@ -21,6 +27,27 @@ def extract_config(run_dir: Path, target: Path, **features: Any) -> Config:
         features=FeaturesConfig(**settings | features),
         drafter=DrafterConfig(mask_token_id=300),
     )
+
+
+def extract_command(config: Config, *launcher: str) -> list[str]:
+    """The command line of `stage=extract` with the settings of `config`; `launcher` instead of plain Python."""
+    features = config.features
+    return [
+        *(launcher or (sys.executable,)),
+        "-m",
+        "dflash_train",
+        "stage=extract",
+        f"run_dir={config.run_dir}",
+        f"target.path={config.target.path}",
+        "target.dtype=float32",
+        f"features.layer_ids={features.layer_ids}".replace(" ", ""),
+        f"features.teacher_state={str(features.teacher_state).lower()}",
+        f"features.dir={features.dir}",
+        f"features.shard_tokens={features.shard_tokens}",
+        f"features.tokens_per_forward={features.tokens_per_forward}",
+        "drafter.mask_token_id=300",
+        "train.max_steps=1",
+    ]
 
 
 def make_samples(run_dir: Path, target: Path, num_samples: int = 40, longest: int = 40) -> None:
@@ -46,3 +73,19 @@ def make_samples(run_dir: Path, target: Path, num_samples: int = 40, longest: in
     folder = run_dir / "prepare"
     folder.mkdir(parents=True)
     save_samples(folder, dataset, {"tokenizer": tokenizer, "answers_from_target": "unknown"})
+
+
+def rewrite_shard(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the arrays of a shard as a faulty writer would have written them: with the right checksums."""
+    metadata = read_header(path).metadata
+    arrays = load_file(path)
+    edit(arrays)
+    offsets = arrays["offsets"].tolist()
+    metadata["sample_checksums"] = [
+        sample_checksum(begin, {name: array[begin:end] for name, array in arrays.items() if name != "offsets"})
+        for begin, end in pairwise(offsets)
+    ]
+    with open_shard(path, {name: (array.dtype, tuple(array.shape)) for name, array in arrays.items()}, metadata) as file:
+        for name, array in arrays.items():
+            file.write_rows(name, 0, array)
+        file.finish(metadata)

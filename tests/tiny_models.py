@@ -66,18 +66,18 @@ def make_tokenizer(path: str | Path, template: str = "plain.jinja", **overrides:
 
 def make_qwen3(path: str | Path, template: str = "plain.jinja", seed: int = 0, **overrides: Any) -> Path:
     """A plain Qwen3 of 6 layers, width 32."""
-    return _make(path, Qwen3ForCausalLM, Qwen3Config(**SMALL | overrides), template, seed)
+    return make_model(path, Qwen3ForCausalLM, Qwen3Config(**SMALL | overrides), template, seed)
 
 
 def make_llama(path: str | Path, template: str = "plain.jinja", seed: int = 0, **overrides: Any) -> Path:
     """A Llama like SmolLM2: tied embedding and head."""
-    return _make(path, LlamaForCausalLM, LlamaConfig(**SMALL | {"tie_word_embeddings": True} | overrides), template, seed)
+    return make_model(path, LlamaForCausalLM, LlamaConfig(**SMALL | {"tie_word_embeddings": True} | overrides), template, seed)
 
 
 def make_gemma3(path: str | Path, template: str = "plain.jinja", seed: int = 0, **overrides: Any) -> Path:
     """A text-only Gemma 3: scaled embedding, tied head, sliding layers of window 16, norms of the form 1+w."""
     gemma = {"sliding_window": 16, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
-    return _make(path, Gemma3ForCausalLM, Gemma3TextConfig(**SMALL | gemma | overrides), template, seed)
+    return make_model(path, Gemma3ForCausalLM, Gemma3TextConfig(**SMALL | gemma | overrides), template, seed)
 
 
 def make_qwen35_wrapper(path: str | Path, template: str = "plain.jinja", seed: int = 0, **text_overrides: Any) -> Path:
@@ -102,7 +102,7 @@ def make_qwen35_wrapper(path: str | Path, template: str = "plain.jinja", seed: i
         "initializer_range": 0.15,
     }
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
-    return _make(path, Qwen3_5ForConditionalGeneration, config, template, seed)
+    return make_model(path, Qwen3_5ForConditionalGeneration, config, template, seed)
 
 
 def make_mistral3_wrapper(path: str | Path, template: str = "plain.jinja", seed: int = 0, **text_overrides: Any) -> Path:
@@ -111,10 +111,11 @@ def make_mistral3_wrapper(path: str | Path, template: str = "plain.jinja", seed:
     vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision |= {"image_size": 32, "patch_size": 8}
     config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
-    return _make(path, Mistral3ForConditionalGeneration, config, template, seed)
+    return make_model(path, Mistral3ForConditionalGeneration, config, template, seed)
 
 
-def _make(path: str | Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, template: str, seed: int) -> Path:
+def make_model(path: str | Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, template: str, seed: int) -> Path:
+    """Any causal language model of transformers, with seeded weights and the byte tokenizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).eval()

@@ -4,6 +4,8 @@
                                  └──────────────────────> manifest ─────────────────┘
 
 `plan.py` decides from data, seed and settings which samples share a shard and a forward · `codec.py` how feature values are stored ·
-`shard.py` one file · `manifest.py` what the dataset is made from and which shards it has · `writer.py` fills and writes shards beside the
-forward · `reader.py` reads samples. A final name always holds a whole shard; its bytes depend on content alone.
+`shard.py` one file · `manifest.py` what the dataset is made from and which shards it has · `checks.py` what features have to be like ·
+`writer.py` checks and writes rows beside the forward · `reader.py` reads samples · `verify.py` says what is wrong with a shard.
+
+A final name always holds a whole shard; its bytes depend on content alone.
 """

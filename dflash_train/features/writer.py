@@ -1,143 +1,241 @@
-"""Fills shards with captured features and writes them, in a thread of its own beside the next forward.
+"""Writes shards from captured rows, in a thread of its own beside the next forward.
 
-Comes in: one forward's features after the other, on the device. Goes out: a shard file, as soon as its last row is there. Encoding, the
-check for values that are not finite, the copy off the device, the checksum and the writing all happen in the writer thread.
+Comes in: a `ShardJob`, which knows all of a shard but its features, and one forward's rows after the other, on the device. Goes out: the
+shard file, under its name once its last row is there and its checks have passed. Checks, encoding, the copy off the device, checksums
+and writing all happen in the writer thread; in memory are the rows of a few forwards, whatever the size of a shard.
 """
 
-import math
+import threading
 from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from queue import Empty, Full, Queue
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_train.capture import Recomputed
 from dflash_train.errors import UserError
+from dflash_train.features.checks import ContentChecks, ContentError, SamplePlaces, require_sample
 from dflash_train.features.codec import Codec
-from dflash_train.features.shard import shard_layout, write_shard
+from dflash_train.features.shard import Layout, ShardFile, open_shard, sample_checksum, shard_layout
 from dflash_train.layers import FeatureContract
 
-_ERROR_ROWS = 1024  # the codec's error is measured on the first rows of a shard
-_FORWARDS_AHEAD = 2  # forwards whose features wait for the writer: bounds the memory on the device
+_FORWARDS_AHEAD = 2  # forwards whose rows wait for the writer: bounds the memory on the device
+_ERROR_ROWS = 64  # the codec's error is measured on so many rows of each forward, evenly spread
+_POLL_SECONDS = 0.2  # how long a thread waits before it looks whether the other one has failed
+_LONGEST_FLOAT, _ANY_CHECKSUM = -1.7976931348623157e-308, "0" * 32
 
 
-class ShardBuilder:
-    """One shard in memory. Its samples are known from the start, their features arrive forward by forward.
+@dataclass(frozen=True)
+class CapturedRows:
+    """One forward's rows without padding, sample after sample, on the device. `input_ids_T` are the ids that the target was given."""
+
+    input_ids_T: Tensor
+    features_TLD: Tensor
+    teacher_state_TD: Tensor | None
+
+
+@dataclass(frozen=True)
+class CheckSample:
+    """A sample of the shard, recomputed alone; `position` is its place among the shard's samples."""
+
+    position: int
+    recomputed: Recomputed
+
+
+class ShardJob:
+    """All of a shard but its features.
 
     `rows` are the columns of the prepared samples (`sample_id`, `split`, `input_ids`, `loss_mask`) in the shard's order.
     """
 
     def __init__(self, path: Path, rows: dict[str, list[Any]], contract: FeatureContract, codec: Codec, tokens_per_forward: int) -> None:
-        self._path, self._contract, self._codec, self._tokens_per_forward = path, contract, codec, tokens_per_forward
-        self._sample_ids, self._splits = rows["sample_id"], rows["split"]
-        self._lengths = [len(input_ids) for input_ids in rows["input_ids"]]
+        self.path, self.contract, self.codec = path, contract, codec
+        self.input_ids_T = torch.tensor(list(chain.from_iterable(rows["input_ids"])), dtype=torch.int32)
+        self.loss_mask_T = torch.tensor(list(chain.from_iterable(rows["loss_mask"])), dtype=torch.uint8)
+        self.places = SamplePlaces(rows["sample_id"], torch.tensor([0, *map(len, rows["input_ids"])]).cumsum(0))
+        self._splits, self._tokens_per_forward = rows["split"], tokens_per_forward
         self._num_supervised = [sum(loss_mask) for loss_mask in rows["loss_mask"]]
-        self._input_ids_T = torch.tensor(list(chain.from_iterable(rows["input_ids"])), dtype=torch.int32)
-        self._loss_mask_T = torch.tensor(list(chain.from_iterable(rows["loss_mask"])), dtype=torch.uint8)
-        self._offsets = torch.tensor([0, *self._lengths]).cumsum(0)
-        self._arrays: dict[str, Tensor] = {}  # the memory of the payload, taken with the first features
-        self._rows_done = 0
-        self._largest_L = torch.zeros(len(contract.layer_ids.ids))
-        self._codec_error: list[float] = []
 
     @property
     def input_ids(self) -> tuple[Tensor, ...]:
         """Ids [T] int32 of each sample."""
-        return self._input_ids_T.split(self._lengths)
+        return self.input_ids_T.split(self.places.lengths)
 
-    def add(self, features_TLD: Tensor, teacher_state_TD: Tensor | None) -> None:
-        """Takes the next rows, in the order of the samples; the last ones write the shard.
+    @property
+    def layout(self) -> Layout:
+        return shard_layout(self.contract, self.codec, len(self.places.sample_ids), len(self.input_ids_T))
 
-        Raises UserError naming sample, layer and row when a value is not finite, and when the shard cannot be written.
-        """
-        self._check_finite(features_TLD, teacher_state_TD)
-        if not self._arrays:
-            layout = shard_layout(self._contract, self._codec, len(self._lengths), len(self._input_ids_T))
-            self._arrays = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()}
-            self._codec_error = self._codec.relative_error(features_TLD[:_ERROR_ROWS])
-        encoded = self._codec.encode(features_TLD)
-        if teacher_state_TD is not None:
-            encoded["teacher_state"] = teacher_state_TD.to(torch.bfloat16)
-        first, last = self._rows_done, self._rows_done + len(features_TLD)
-        for name, rows in encoded.items():
-            self._arrays[name][first:last].copy_(rows)
-        self._rows_done = last  # only now: a forward that failed on the way leaves a shard that is never whole
-        if self._rows_done == len(self._input_ids_T):
-            self._write()
-
-    def _check_finite(self, features_TLD: Tensor, teacher_state_TD: Tensor | None) -> None:
-        largest_L = torch.linalg.vector_norm(features_TLD, ord=torch.inf, dim=(0, 2)).float().cpu()  # nan and inf survive a maximum
-        self._largest_L = torch.maximum(self._largest_L, largest_L)
-        for plane, largest in enumerate(largest_L.tolist()):
-            if not math.isfinite(largest):
-                self._refuse(features_TLD[:, plane], f"the feature of layer {self._contract.layer_ids.ids[plane]}")
-        if teacher_state_TD is not None and not torch.isfinite(teacher_state_TD).all():
-            self._refuse(teacher_state_TD, "the teacher state")
-
-    def _refuse(self, values_TD: Tensor, what: str) -> None:
-        row, column = torch.nonzero(~torch.isfinite(values_TD))[0].tolist()
-        sample = int(torch.searchsorted(self._offsets, self._rows_done + row, right=True)) - 1
-        row_of_sample = self._rows_done + row - int(self._offsets[sample])
-        raise UserError(
-            f"sample {self._sample_ids[sample]}: {what} is {values_TD[row, column].item()} at row {row_of_sample} of "
-            f"{self._lengths[sample]}: the target overflows on this text or its dtype is too narrow (target.dtype)"
-        )
-
-    def _write(self) -> None:
-        self._arrays |= {"offsets": self._offsets, "input_ids": self._input_ids_T, "loss_mask": self._loss_mask_T}
-        write_shard(self._path, self._arrays, self._metadata())
-        self._arrays = {}
-
-    def _metadata(self) -> dict[str, Any]:
+    def metadata(self, checksums: list[str], codec_error: list[float], median_norms: list[float]) -> dict[str, Any]:
+        """What the header says: `checksums` per sample; per layer, the codec's relative error and the median norm of a row."""
         return {
-            "contract": self._contract.to_dict(),
-            "codec": {"name": self._codec.name, "relative_error": self._codec_error},
-            "sample_ids": self._sample_ids,
+            "contract": self.contract.to_dict(),
+            "codec": {"name": self.codec.name, "relative_error": codec_error},
+            "sample_ids": self.places.sample_ids,
+            "sample_checksums": checksums,
             "splits": self._splits,
             "num_supervised": self._num_supervised,
             "statistics": {
-                "num_samples": len(self._lengths),
-                "num_tokens": sum(self._lengths),
+                "num_samples": len(self.places.sample_ids),
+                "num_tokens": len(self.input_ids_T),
                 "num_supervised": sum(self._num_supervised),
-                "largest_value": self._largest_L.tolist(),
+                "median_norm": median_norms,
                 "tokens_per_forward": self._tokens_per_forward,
             },
         }
 
+    def longest_metadata(self) -> dict[str, Any]:
+        """Metadata whose JSON is at least as long as what will be measured."""
+        floats = [_LONGEST_FLOAT] * len(self.contract.layer_ids.ids)
+        return self.metadata([_ANY_CHECKSUM] * len(self.places.sample_ids), floats, floats)
+
+
+def write_shard(job: ShardJob, forwards: Iterable[CapturedRows], check_sample: CheckSample) -> dict[str, Any]:
+    """Writes the shard of `job` from its rows in order, and returns its metadata.
+
+    Raises ContentError, naming sample, layer and row, for features that cannot be right or differ from `check_sample`, and UserError
+    when the shard cannot be written. Whatever is raised, no file is left.
+    """
+    checks = ContentChecks(job.contract.layer_ids.ids, job.places)
+    checksums: list[str] = []
+    squares_2L = torch.zeros(2, len(checks.layer_ids), dtype=torch.float64)  # of the codec's error, and of the features
+    with open_shard(job.path, job.layout, job.longest_metadata()) as file:
+        file.write_rows("offsets", 0, job.places.offsets)
+        first = 0
+        for rows in forwards:
+            last = _require_planned(job, first, rows, check_sample.recomputed.features_TLD.dtype)
+            checks.check(first, rows.features_TLD, rows.teacher_state_TD)
+            squares_2L += torch.stack(job.codec.squared_error(rows.features_TLD[:: -(-(last - first) // _ERROR_ROWS)])).cpu()
+            arrays = _encode(job, first, last, rows)
+            for name, array in arrays.items():
+                file.write_rows(name, first, array)
+            for begin, end in job.places.spans(first, last):
+                part = {name: array[begin - first : end - first] for name, array in arrays.items()}
+                checksums.append(sample_checksum(begin, part))
+            first = last
+        codec_error_L = (squares_2L[0] / squares_2L[1].clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        metadata = job.metadata(checksums, _rounded(codec_error_L.tolist()), _rounded(checks.median_norms()))
+        file.finish(metadata)
+        _require_sample(job, file, check_sample)
+    return metadata
+
+
+def _rounded(figures: list[float]) -> list[float]:
+    """To three digits: the last bits of a sum follow the number of threads, and a shard's bytes should not."""
+    return [float(f"{figure:.3g}") for figure in figures]
+
+
+def _require_planned(job: ShardJob, first: int, rows: CapturedRows, dtype: torch.dtype) -> int:
+    """The row behind these; raises ContentError unless they are the target's, one for each token planned at `first` and following."""
+    last = first + len(rows.input_ids_T)
+    planned_T, given_T = job.input_ids_T[first:last], rows.input_ids_T.cpu().to(job.input_ids_T.dtype)
+    if not torch.equal(planned_T, given_T):
+        common = min(len(planned_T), len(given_T))
+        row = first + int((planned_T[:common] == given_T[:common]).cumprod(0).sum())
+        raise ContentError(
+            f"{job.places.of_row(min(row, len(job.input_ids_T) - 1))}: the target was given another token there than planned: "
+            "rows are swapped or missing"
+        )
+    num_layers, width = len(job.contract.layer_ids.ids), job.contract.hidden_size
+    expected = {"features": [last - first, num_layers, width]} | (
+        {"teacher state": [last - first, width]} if job.contract.teacher_state else {}
+    )
+    given = {"features": rows.features_TLD, "teacher state": rows.teacher_state_TD}
+    for what, shape in expected.items():
+        values = given[what]
+        if values is None or list(values.shape) != shape or values.dtype != dtype:
+            found = "missing" if values is None else f"{list(values.shape)} in {values.dtype}"
+            raise ContentError(
+                f"{job.places.of_row(first)} and the samples computed with it: their {what} are {found}, not {shape} in {dtype}"
+            )
+    return last
+
+
+def _encode(job: ShardJob, first: int, last: int, rows: CapturedRows) -> dict[str, Tensor]:
+    """The rows of every array but `offsets`, on the CPU."""
+    encoded = job.codec.encode(rows.features_TLD)
+    if rows.teacher_state_TD is not None:
+        encoded["teacher_state"] = rows.teacher_state_TD.to(torch.bfloat16)
+    arrays = {name: array.cpu().contiguous() for name, array in encoded.items()}
+    return arrays | {"input_ids": job.input_ids_T[first:last], "loss_mask": job.loss_mask_T[first:last]}
+
+
+def _require_sample(job: ShardJob, file: ShardFile, check: CheckSample) -> None:
+    """Holds what any reader would get of the check sample to the sample recomputed alone."""
+    begin, end = job.places.span(check.position)
+    encoded = job.codec.token_layout(len(job.contract.layer_ids.ids), job.contract.hidden_size)
+    arrays = {name: file.read_rows(name, begin, end - begin) for name in (*encoded, "teacher_state") if name in file.arrays}
+    require_sample(job.places.sample_ids[check.position], job.contract.layer_ids.ids, job.codec, arrays, check.recomputed)
+
 
 class WriterThread:
-    """Feeds builders in one thread, in order. An exception of the thread appears in the caller's next `add` or at the end.
+    """Writes shards one after the other in one thread. A failure there is raised by the caller's next call, or at the end.
 
     >>> with WriterThread(device) as writer:
-    ...     writer.add(builder, features_TLD, None)
+    ...     writer.open(job, check_sample)
+    ...     writer.add(rows)  # the rows of one forward; the last ones finish the shard
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pending: deque[Future[None]] = deque()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feature-writer")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # copies do not wait for the next forward
+        self._shards: deque[Future[dict[str, Any]]] = deque()
+        self._queue: Queue[_Handover] = Queue()
+        self._stopped = threading.Event()
 
-    def add(self, builder: ShardBuilder, features_TLD: Tensor, teacher_state_TD: Tensor | None) -> None:
+    def open(self, job: ShardJob, check_sample: CheckSample) -> None:
+        """Begins the shard that the next rows belong to."""
+        self._queue = Queue(maxsize=_FORWARDS_AHEAD)
+        self._shards.append(self._executor.submit(self._write, job, self._queue, check_sample))
+
+    def add(self, rows: CapturedRows) -> None:
         """Hands over one forward's rows; waits while too many are on their way."""
-        while len(self._pending) >= _FORWARDS_AHEAD:
-            self._pending.popleft().result()
-        computed = torch.cuda.current_stream(features_TLD.device).record_event() if self._stream else None
-        self._pending.append(self._executor.submit(self._add, builder, features_TLD, teacher_state_TD, computed))
+        computed = torch.cuda.current_stream(rows.features_TLD.device).record_event() if self._stream else None
+        while True:
+            try:
+                return self._queue.put((rows, computed), timeout=_POLL_SECONDS)
+            except Full:
+                for shard in self._shards:
+                    if shard.done():
+                        shard.result()
 
-    def _add(self, builder: ShardBuilder, features_TLD: Tensor, teacher_state_TD: Tensor | None, computed: torch.cuda.Event | None) -> None:
+    def finished(self, wait: bool = False) -> Iterator[dict[str, Any]]:
+        """The metadata of the shards that were finished since the last call; `wait` for all that were opened."""
+        while self._shards and (wait or self._shards[0].done()):
+            yield self._shards.popleft().result()
+
+    def _write(self, job: ShardJob, queue: "Queue[_Handover]", check_sample: CheckSample) -> dict[str, Any]:
         with torch.no_grad(), torch.cuda.stream(self._stream):  # no stream: does nothing
+            return write_shard(job, self._take(queue, len(job.input_ids_T)), check_sample)
+
+    def _take(self, queue: "Queue[_Handover]", num_tokens: int) -> Iterator[CapturedRows]:
+        while num_tokens > 0:
+            try:
+                rows, computed = queue.get(timeout=_POLL_SECONDS)
+            except Empty:
+                if self._stopped.is_set():
+                    raise UserError("the extraction ended before the shard was whole") from None
+                continue
             if computed is not None:
                 computed.wait()
-            builder.add(features_TLD, teacher_state_TD)
+            yield rows
+            num_tokens -= len(rows.input_ids_T)
 
     def __enter__(self) -> "WriterThread":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._stopped.set()
         self._executor.shutdown(wait=True, cancel_futures=kind is not None)
         if kind is None:
-            for future in self._pending:
-                future.result()
+            list(self.finished())  # raises what the last shard did
+
+
+_Handover = tuple[CapturedRows, torch.cuda.Event | None]

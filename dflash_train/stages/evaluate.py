@@ -207,7 +207,7 @@ class Evaluation:
 
     def _read(self, refs: Sequence[SampleRef], progress: Progress | None = None) -> Iterator[Sample]:
         for ref in refs:
-            yield self.features.read(ref)
+            yield self.features.read(ref, device=self.accelerator.device)
             if progress is not None:
                 progress.advance(1)
 

@@ -2,13 +2,16 @@
 
 In: run_dir/prepare and the target. Out, in features.dir: `manifest.json` and the shards. Rank r of W computes the missing shards r, r+W,
 ...; a later launch, with any number of processes, computes what is missing then. Which samples a shard holds, and which of them share a
-forward, is planned from data, seed and settings, so the files do not depend on who computed them.
+forward, is planned from data, seed and settings, so the files do not depend on who computed them. The plan is shown, and the disk looked
+at, before the target is loaded; `features.dry_run` ends there.
+
+What is captured is checked on its way into the file (`features/checks.py`): at the start the hooks against `output_hidden_states` of the
+same forward; all values; and of each shard one sample against itself recomputed alone, which is what the checks cost, one sample per shard.
 """
 
-import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +26,19 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash_train.atomic import remove_leftovers
 from dflash_train.capture import Capture
 from dflash_train.config import Config, Stage
 from dflash_train.errors import UserError
-from dflash_train.features.codec import Bf16Codec, codec_named
+from dflash_train.features.checks import far_norms
+from dflash_train.features.codec import codec_named
 from dflash_train.features.manifest import FILE_NAME, Manifest, ShardEntry
 from dflash_train.features.plan import Plan, ShardPlan, make_plan
-from dflash_train.features.shard import DamagedShardError, Layout, payload_bytes
-from dflash_train.features.writer import ShardBuilder, WriterThread
+from dflash_train.features.shard import DamagedShardError, Layout, payload_bytes, set_aside
+from dflash_train.features.writer import CapturedRows, CheckSample, ShardJob, WriterThread
 from dflash_train.launch import from_main_process, make_accelerator
 from dflash_train.layers import FeatureContract
-from dflash_train.progress import Progress
+from dflash_train.progress import Progress, size_text
 from dflash_train.run_folder import open_stage_dir, stage_dir
 from dflash_train.samples import PreparedSamples, load_samples
 from dflash_train.target import contract_for, load_target
@@ -45,22 +50,39 @@ def run(config: Config) -> None:
     """Computes every missing shard. Raises UserError for samples, settings or a folder that do not fit together, and for a full disk."""
     samples = load_samples(stage_dir(config, Stage.prepare))
     accelerator = make_accelerator()
-    job = _plan_job(config, samples)
-    missing = _open_dataset(config, job, accelerator)
-    with _reproducible_threads(accelerator.device):
-        _extract(config, job, missing[accelerator.process_index :: accelerator.num_processes], accelerator)
+    job = plan_job(config, samples)
+    missing = from_main_process(accelerator, lambda: _missing_shards(config, job))
+    if config.features.dry_run:
+        accelerator.print("features.dry_run=true: this was the plan, nothing was computed or written")
+        return
+    shards = [job.plan.shards[number] for number in missing[accelerator.process_index :: accelerator.num_processes]]
+    if shards:
+        target = load_target(config.target, accelerator.device)
+        with reproducible_threads(accelerator.device):
+            extract_shards(job, shards, Capture(target, job.contract.layer_ids, job.contract.teacher_state), accelerator)
     accelerator.wait_for_everyone()
     accelerator.print(f"features: {len(job.plan.shards)} shards with {job.plan.num_tokens:,} tokens in {job.folder}")
 
 
 @dataclass(frozen=True)
-class _Job:
+class FeatureJob:
     """What is to be computed, the same on every process."""
 
     samples: PreparedSamples
     plan: Plan
     manifest: Manifest
     folder: Path
+    tokens_per_forward: int
+
+    @property
+    def contract(self) -> FeatureContract:
+        return self.manifest.contract
+
+    def shard_job(self, shard: ShardPlan) -> ShardJob:
+        """All of `shard` but its features."""
+        return ShardJob(
+            self.folder / shard.name, self.rows(shard), self.contract, codec_named(self.manifest.codec), self.tokens_per_forward
+        )
 
     def rows(self, shard: ShardPlan) -> dict[str, list[Any]]:
         """The columns of the prepared samples for `shard`, in its order."""
@@ -75,14 +97,15 @@ class _Job:
         return self.manifest.shard_layout(self.manifest.shards[number])
 
 
-def _plan_job(config: Config, samples: PreparedSamples) -> _Job:
+def plan_job(config: Config, samples: PreparedSamples) -> FeatureJob:
+    """The plan for `samples`. Raises UserError when the folder holds another dataset, or the samples were made with another tokenizer."""
     features = config.features
     contract = contract_for(config.target, features.layer_ids, features.teacher_state, config.data.template_kwargs)
     _require_same_tokenizer(samples, contract, stage_dir(config, Stage.prepare))
     plan = make_plan(_lengths(samples), config.seed, features.shard_tokens, features.tokens_per_forward)
     manifest = Manifest(
         contract=contract,
-        codec=Bf16Codec.name,
+        codec=features.codec.value,
         target_dtype=config.target.dtype.value,
         seed=config.seed,
         shard_tokens=features.shard_tokens,
@@ -93,7 +116,7 @@ def _plan_job(config: Config, samples: PreparedSamples) -> _Job:
     folder = stage_dir(config, Stage.extract)
     if (folder / FILE_NAME).exists():
         manifest.require_continues(Manifest.load(folder), folder)
-    return _Job(samples, plan, manifest, folder)
+    return FeatureJob(samples, plan, manifest, folder, features.tokens_per_forward)
 
 
 def _require_same_tokenizer(samples: PreparedSamples, contract: FeatureContract, prepare_dir: Path) -> None:
@@ -112,27 +135,24 @@ def _lengths(samples: PreparedSamples) -> list[int]:
     return lengths
 
 
-def _open_dataset(config: Config, job: _Job, accelerator: Accelerator) -> list[ShardPlan]:
-    """Brings the folder into order and returns the missing shards, the same on every process.
+def _missing_shards(config: Config, job: FeatureJob) -> list[int]:
+    """Brings the folder into order and returns which shards are missing.
 
     The main process alone looks at the files: a slower one would already see shards that this launch writes.
     """
-    numbers = from_main_process(accelerator, lambda: _missing_shards(config, job))
-    return [job.plan.shards[number] for number in numbers]
-
-
-def _missing_shards(config: Config, job: _Job) -> list[int]:
-    numbers = [number for number in range(len(job.plan.shards)) if not _is_sound(job, number)]
-    _print_plan(job, num_missing=len(numbers))
-    _require_space(job.folder, needed_bytes=sum(payload_bytes(job.layout(number)) for number in numbers))
-    open_stage_dir(config, Stage.extract)
-    if not (job.folder / FILE_NAME).exists():
-        job.manifest.save(job.folder)
+    numbers = [number for number in range(len(job.plan.shards)) if not _is_sound(job, number, leave=config.features.dry_run)]
+    if not config.features.dry_run:
+        remove_leftovers(job.folder)
+    _show_plan(job, numbers)
+    if not config.features.dry_run:
+        open_stage_dir(config, Stage.extract)
+        if not (job.folder / FILE_NAME).exists():
+            job.manifest.save(job.folder)
     return numbers
 
 
-def _is_sound(job: _Job, number: int) -> bool:
-    """Whether the shard is there and whole; a damaged one is renamed and said."""
+def _is_sound(job: FeatureJob, number: int, leave: bool) -> bool:
+    """Whether the shard is there and whole; a damaged one is said, and renamed unless it is to be left."""
     path = job.folder / job.plan.shards[number].name
     if not path.exists():
         return False
@@ -141,63 +161,72 @@ def _is_sound(job: _Job, number: int) -> bool:
         if header.metadata["sample_ids"] != job.sample_ids(job.plan.shards[number]):
             raise DamagedShardError(f"{path} is damaged: it holds other samples than planned")
     except DamagedShardError as error:
-        aside = path.with_name(f"{path.name}.damaged")
-        os.replace(path, aside)
-        print(f"warning: {error}; set aside as {aside.name} and computed again", file=sys.stderr, flush=True)
+        consequence = "it will be computed again" if leave else f"set aside as {set_aside(path).name} and computed again"
+        print(f"warning: {error}; {consequence}", file=sys.stderr, flush=True)
         return False
     return True
 
 
-def _require_space(folder: Path, needed_bytes: int) -> None:
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
+def _show_plan(job: FeatureJob, missing: list[int]) -> None:
+    """Prints what is planned; raises UserError when the missing shards do not fit on the disk."""
+    total_bytes = sum(payload_bytes(job.layout(number)) for number in range(len(job.plan.shards)))
+    needed_bytes, free_bytes = sum(payload_bytes(job.layout(number)) for number in missing), _free_bytes(job.folder)
+    table = Table(title=Text(f"features in {job.folder}"), show_header=False)
+    table.add_row("samples", f"{len(job.plan.lengths):,}")
+    table.add_row("tokens", f"{job.plan.num_tokens:,}")
+    table.add_row(
+        "padding", f"{job.plan.padding_share:.1%} of what is computed, in {sum(len(s.batches) for s in job.plan.shards):,} forwards"
+    )
+    table.add_row("bytes per token", f"{total_bytes / job.plan.num_tokens:,.0f}, codec {job.manifest.codec}")
+    table.add_row("total", size_text(total_bytes))
+    table.add_row("shards", f"{len(job.plan.shards):,} of {size_text(total_bytes / len(job.plan.shards))}")
+    table.add_row("missing", f"{len(missing):,} shards, {size_text(needed_bytes)}")
+    table.add_row("free", size_text(free_bytes))
+    Console().print(table)
     if needed_bytes > free_bytes:
         raise UserError(
-            f"features.dir={folder}: the features need {_size(needed_bytes)} more, the disk has {_size(free_bytes)} free; "
-            "choose another features.dir, fewer features.layer_ids or fewer samples"
+            f"features.dir={job.folder}: the features need {size_text(needed_bytes)} more, the disk has {size_text(free_bytes)} free; "
+            "choose another features.dir or features.codec, fewer features.layer_ids or fewer samples"
         )
 
 
-def _print_plan(job: _Job, num_missing: int) -> None:
-    total_bytes = sum(payload_bytes(job.layout(number)) for number in range(len(job.plan.shards)))
-    table = Table("samples", "tokens", "padding", "bytes per token", "total", "shards", "missing", title=Text(f"features in {job.folder}"))
-    table.add_row(
-        f"{len(job.plan.lengths):,}",
-        f"{job.plan.num_tokens:,}",
-        f"{job.plan.padding_share:.1%}",
-        f"{total_bytes / job.plan.num_tokens:,.0f}",
-        _size(total_bytes),
-        f"{len(job.plan.shards):,}",
-        f"{num_missing:,}",
-    )
-    Console().print(table)
+def _free_bytes(folder: Path) -> int:
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:,.4g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} TB"
-
-
-def _extract(config: Config, job: _Job, shards: Sequence[ShardPlan], accelerator: Accelerator) -> None:
-    """Computes `shards` on this process; before the first one the hooks are held to `output_hidden_states`."""
-    if not shards:
-        return
-    contract, codec = job.manifest.contract, codec_named(job.manifest.codec)
-    capture = Capture(load_target(config.target, accelerator.device), contract.layer_ids, contract.teacher_state)
+def extract_shards(job: FeatureJob, shards: Sequence[ShardPlan], capture: Capture, accelerator: Accelerator) -> None:
+    """Computes `shards`, at least one, on this process. Raises UserError when a check fails or a shard cannot be written."""
+    usual_norms = _check_capture(job, capture)
     title = "extract" if accelerator.num_processes == 1 else f"extract, process 1 of {accelerator.num_processes}"
     num_tokens = sum(job.plan.shard_tokens(shard) for shard in shards)
-    with Progress(title, num_tokens, "tokens", accelerator.is_main_process) as progress, WriterThread(accelerator.device) as writer:
+    with Progress(title, num_tokens, "tokens", accelerator.is_main_process) as progress, WriterThread(capture.target.device) as writer:
         for shard in shards:
-            builder = ShardBuilder(job.folder / shard.name, job.rows(shard), contract, codec, config.features.tokens_per_forward)
-            rows = builder.input_ids
-            if shard is shards[0]:
-                capture.compare_with_hidden_states(*_padded(rows[-2:], accelerator.device))
-            for batch in _in_batches(rows, shard):
-                writer.add(builder, *_forward(capture, batch, accelerator.device))
-                progress.advance(sum(map(len, batch)))
+            shard_job = job.shard_job(shard)
+            position = shard.check_sample
+            with _told_memory(shard_job.input_ids[position][None]):
+                writer.open(shard_job, CheckSample(position, capture.recompute(shard_job.input_ids[position])))
+            for batch in _in_batches(shard_job.input_ids, shard):
+                writer.add(forward(capture, batch))
+                progress.advance(sum(map(len, batch)), _shards_note(job, writer.finished(), usual_norms))
+        progress.advance(0, _shards_note(job, writer.finished(wait=True), usual_norms))
+
+
+def _check_capture(job: FeatureJob, capture: Capture) -> list[float]:
+    """Holds the hooks to `output_hidden_states` on two short samples of the plan's first shard; returns their layers' median norms."""
+    input_ids_BT, mask_BT = _padded(job.shard_job(job.plan.shards[0]).input_ids[-2:], capture.target.device)
+    features_BTLD = capture.compare_with_hidden_states(input_ids_BT, mask_BT)
+    return features_BTLD[mask_BT.bool()].norm(dim=-1, dtype=torch.float32).median(0).values.tolist()
+
+
+def _shards_note(job: FeatureJob, finished: Iterable[dict[str, Any]], usual_norms: list[float]) -> str:
+    """What to show of the latest finished shard; warns of those whose layers are much longer or shorter than in the first batch."""
+    note = ""
+    for metadata in finished:
+        note = f"{job.manifest.codec} error {max(metadata['codec']['relative_error']):.2%}"
+        for line in far_norms(metadata["statistics"]["median_norm"], usual_norms, job.contract.layer_ids.ids):
+            print(f"warning: in the shard of sample {metadata['sample_ids'][0]}, {line}", file=sys.stderr, flush=True)
+    return note
 
 
 def _in_batches(rows: Sequence[Tensor], shard: ShardPlan) -> Iterator[Sequence[Tensor]]:
@@ -213,25 +242,34 @@ def _padded(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tenso
     return pad_sequence(list(rows), batch_first=True).long().to(device), mask_BT.long().to(device)
 
 
-def _forward(capture: Capture, rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Features [T, L, D] and teacher state [T, D] of the rows one after the other, without padding."""
-    input_ids_BT, mask_BT = _padded(rows, device)
-    width = input_ids_BT.shape[1]
-    kept_T = torch.cat([torch.arange(len(row)) + number * width for number, row in enumerate(rows)]).to(device)
-    try:
+def forward(capture: Capture, rows: Sequence[Tensor]) -> CapturedRows:
+    """The features of samples, each ids [T], computed together. Raises UserError when the device's memory is not enough."""
+    input_ids_BT, mask_BT = _padded(rows, capture.target.device)
+    with _told_memory(input_ids_BT):
         captured = capture.run(input_ids_BT, mask_BT)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"out of memory on {device} in a forward of {len(rows)} rows of {width} tokens: "
-            "run again with a smaller features.tokens_per_forward, finished shards stay"
-        ) from error
-    teacher_state_BTD = captured.teacher_state_BTD
-    teacher_state_TD = None if teacher_state_BTD is None else teacher_state_BTD.flatten(0, 1).index_select(0, kept_T)
-    return captured.features_BTLD.flatten(0, 1).index_select(0, kept_T), teacher_state_TD
+        # ids go the way of the features, so that the writer sees whose rows it gets
+        together = (input_ids_BT, captured.features_BTLD, captured.teacher_state_BTD)
+        return CapturedRows(*(None if values is None else _without_padding(values, rows) for values in together))
 
 
 @contextmanager
-def _reproducible_threads(device: torch.device) -> Iterator[None]:
+def _told_memory(input_ids_BT: Tensor) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        rows, width = input_ids_BT.shape
+        raise UserError(
+            f"out of memory on {input_ids_BT.device} in a forward of {rows} rows of {width} tokens: "
+            "run again with a smaller features.tokens_per_forward, finished shards stay"
+        ) from error
+
+
+def _without_padding(values_BT: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat([values_T[: len(row)] for values_T, row in zip(values_BT, rows, strict=True)])
+
+
+@contextmanager
+def reproducible_threads(device: torch.device) -> Iterator[None]:
     """The same number of CPU threads in every process of every launch.
 
     CPU kernels cut their work by the number of threads, and the last bits follow: torch 2.13 gives other fp32 products for 5 to 11 rows

@@ -8,6 +8,8 @@ ends with the weights of one that was not.
 
 import random
 import time
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from dflash_train.run_folder import open_stage_dir, stage_dir
 from dflash_train.target import check_layers_and_mask, contract_for, load_config, load_ends, load_tokenizer, text_config
 from dflash_train.tracking import Tracker
 from dflash_train.trainer import StepFigures, Trainer
-from dflash_train.training_data import PackReader, load_packs
+from dflash_train.training_data import PackReader, TrainingPack, load_packs
 
 # settings of `train` that may change when a run continues: they decide the weights no further than rounding
 _FREE = {
@@ -196,9 +198,9 @@ class _Run:
         with (
             Tracker(self.train_dir, first, self.is_main_process, settings=asdict(self.config), **wandb) as tracker,
             Progress("train", self.total_steps, "steps", self.is_main_process) as progress,
+            closing(self._packs(first)) as packs,
         ):
             progress.skip(first)
-            packs = self._packs(first)
             for number, step in enumerate(self.plan.steps(first, self.total_steps), start=first + 1):
                 started = time.monotonic()
                 lr = lr_at(number - 1, self.total_steps, self.settings.lr, self.settings.warmup_share, self.settings.schedule)
@@ -220,10 +222,11 @@ class _Run:
         num = self.settings.heldout_documents or len(refs)
         return random.Random(self.config.seed).sample(refs, min(num, len(refs)))
 
-    def _packs(self, first: int) -> Any:
+    def _packs(self, first: int) -> Generator[TrainingPack, None, None]:
         settings, drafter, accelerator = self.settings, self.trainer.drafter, self.trainer.accelerator
         reader = PackReader(
             dataset=self.dataset,
+            device=accelerator.device,
             seed=self.config.seed,
             anchors_per_document=settings.anchors_per_document,
             block_size=drafter.block_size,

@@ -1,21 +1,26 @@
-"""Reading a dataset: what is there, in which order, from which process, and what is refused."""
+"""Reading a dataset: what is there, in which order, from which thread and process, whose memory it is, and what is refused."""
 
 import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from safetensors.torch import load_file
 from tiny_datasets import extract_config, make_samples
 
 from dflash_train.config import Config, TargetConfig
 from dflash_train.errors import UserError
 from dflash_train.features import reader
-from dflash_train.features.reader import FeatureDataset, SampleRef
+from dflash_train.features.codec import Codec, codec_named
+from dflash_train.features.reader import EncodedFeatures, FeatureDataset, SampleRef
+from dflash_train.features.shard import DamagedShardError, read_header
 from dflash_train.stages.extract import run
 from dflash_train.target import contract_for
 
@@ -41,6 +46,17 @@ def edit_manifest(folder: Path, edit) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def stored(dataset: FeatureDataset, ref: SampleRef, name: str) -> torch.Tensor:
+    """A sample's rows as the safetensors package reads them."""
+    return load_file(dataset.folder / ref.shard)[name][ref.row : ref.row + ref.num_tokens]
+
+
+def all_refs(dataset: FeatureDataset) -> list[SampleRef]:
+    """Every sample, in an order that jumps between the shards."""
+    refs = dataset.refs("train") + dataset.refs("heldout")
+    return [refs[i * 7 % len(refs)] for i in range(len(refs))]
+
+
 def test_refs_run_shard_by_shard_and_by_split(finished):
     dataset = FeatureDataset(finished.features.dir)
     train, heldout = dataset.refs("train"), dataset.refs("heldout")
@@ -60,6 +76,120 @@ def test_types_and_shapes(finished):
     assert sample.loss_mask_T.dtype == torch.bool and int(sample.loss_mask_T.sum()) == ref.num_supervised
     assert sample.features_TLD.dtype == torch.bfloat16 and sample.features_TLD.shape == (ref.num_tokens, 2, 32)
     assert sample.teacher_state_TD.dtype == torch.bfloat16 and sample.teacher_state_TD.shape == (ref.num_tokens, 32)
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "cpu"), (torch.float32, "meta")])
+def test_dtype_and_device_are_those_asked_for(finished, dtype, device):
+    dataset = FeatureDataset(finished.features.dir)
+    ref = dataset.refs("train")[3]
+    sample = dataset.read(ref, dtype, device)
+    for tensor, name in ((sample.features_TLD, "features"), (sample.teacher_state_TD, "teacher_state")):
+        assert (tensor.dtype, tensor.device.type, tensor.shape[0]) == (dtype, device, ref.num_tokens)
+        assert device == "meta" or torch.equal(tensor, stored(dataset, ref, name).to(dtype))
+    assert sample.input_ids_T.device.type == sample.loss_mask_T.device.type == "cpu"
+
+
+def test_samples_of_several_shards_stand_behind_one_another(finished):
+    dataset = FeatureDataset(finished.features.dir)
+    refs = all_refs(dataset)
+    assert len({ref.shard for ref in refs}) > 2
+    encoded = dataset.read_encoded(refs)
+    assert torch.equal(encoded.input_ids_T, torch.cat([stored(dataset, ref, "input_ids").long() for ref in refs]))
+    assert torch.equal(encoded.loss_mask_T, torch.cat([stored(dataset, ref, "loss_mask").bool() for ref in refs]))
+    assert torch.equal(encoded.features.decode(), torch.cat([stored(dataset, ref, "features") for ref in refs]))
+
+
+def test_no_samples_at_all(finished):
+    encoded = FeatureDataset(finished.features.dir).read_encoded([])
+    assert (encoded.input_ids_T.dtype, encoded.loss_mask_T.dtype) == (torch.int64, torch.bool)
+    assert encoded.input_ids_T.shape == encoded.loss_mask_T.shape == (0,) and encoded.features.decode().shape == (0, 2, 32)
+
+
+@pytest.mark.parametrize("codec", map(codec_named, ("bf16", "fp8")), ids=lambda codec: codec.name)
+def test_features_cross_to_a_device_as_they_are_stored(codec: Codec):
+    features_TLD = torch.arange(24.0).view(3, 2, 4)
+    encoded = EncodedFeatures(codec, codec.encode(features_TLD))
+    there = encoded.to("meta")
+    layout = {name: (dtype, (3, *shape)) for name, (dtype, shape) in codec.token_layout(2, 4).items()}
+    assert {name: (array.dtype, array.shape) for name, array in there.arrays.items()} == layout
+    assert all(array.device.type == "meta" for array in there.arrays.values())
+    torch.testing.assert_close(encoded.decode(torch.float32), features_TLD, rtol=codec.spacing, atol=0)
+    assert encoded.decode().dtype == torch.bfloat16
+
+
+def test_every_sample_that_is_held_keeps_its_values(finished):
+    """Each kept in another way: the sample, one view of its features, what autograd keeps of them."""
+    dataset = FeatureDataset(finished.features.dir)
+    refs = all_refs(dataset)
+    wholes = [dataset.read(ref) for ref in refs]
+    rows = [dataset.read(ref).features_TLD[2:4] for ref in refs]
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    sums = [(dataset.read(ref).features_TLD.flatten() * weight).sum() for ref in refs]
+    for ref, whole, row, sum_ in zip(refs, wholes, rows, sums, strict=True):
+        features_TLD = stored(dataset, ref, "features")
+        assert torch.equal(whole.features_TLD, features_TLD) and torch.equal(row, features_TLD[2:4])
+        assert torch.equal(whole.teacher_state_TD, stored(dataset, ref, "teacher_state"))
+        (gradient,) = torch.autograd.grad(sum_, weight)
+        torch.testing.assert_close(gradient, features_TLD.float().sum().bfloat16()[None], rtol=2**-7, atol=0.1)
+
+
+def faults_of_filling(buffers) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers.take((10, 4_000_000), torch.uint8, pin_memory=False).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_memory_is_touched_for_the_first_time_once():
+    buffers = reader._Buffers()
+    faults_of_filling(buffers)
+    assert faults_of_filling(buffers) < 1000  # of 9766 pages
+
+
+def test_memory_that_a_tensor_holds_is_not_lent_again():
+    buffers = reader._Buffers()
+    first = buffers.take((2, 64), torch.bfloat16, pin_memory=False)
+    address, row = first.data_ptr(), first[1]
+    second = buffers.take((2, 64), torch.bfloat16, pin_memory=False)
+    assert second.data_ptr() != address
+    del first
+    assert buffers.take((2, 64), torch.bfloat16, pin_memory=False).data_ptr() != address
+    del row
+    assert buffers.take((128,), torch.bfloat16, pin_memory=False).data_ptr() == address
+
+
+def test_little_memory_is_kept_for_later():
+    buffers = reader._Buffers()
+    held = [buffers.take((1000,), torch.uint8, pin_memory=False) for _ in range(20)]
+    del held
+    assert sum(map(len, buffers._free.values())) == reader._FREE_BUFFERS
+
+
+def test_threads_read_at_the_same_time(finished, monkeypatch):
+    monkeypatch.setattr(reader, "_MAX_OPEN_FILES", 1)
+    dataset = FeatureDataset(finished.features.dir)
+    refs = all_refs(dataset) * 5
+    with ThreadPoolExecutor(4) as executor:
+        samples = list(executor.map(dataset.read, refs))
+    expected = {ref: stored(dataset, ref, "features") for ref in all_refs(dataset)}
+    assert all(torch.equal(sample.features_TLD, expected[ref]) for ref, sample in zip(refs, samples, strict=True))
+
+
+def test_a_file_is_not_closed_while_it_is_read(finished, monkeypatch):
+    """Between opening a file and reading it, samples of other shards are read, which puts it out of the cache."""
+    monkeypatch.setattr(reader, "_MAX_OPEN_FILES", 1)
+    dataset = FeatureDataset(finished.features.dir)
+    others = [ref for ref in dataset.refs("train") if ref.shard != dataset.refs("train")[0].shard]
+    read_rows = reader.read_rows
+
+    def interrupted(*args):
+        monkeypatch.setattr(reader, "read_rows", read_rows)
+        for ref in others:
+            dataset.read(ref)
+        return read_rows(*args)
+
+    monkeypatch.setattr(reader, "read_rows", interrupted)
+    ref = dataset.refs("train")[0]
+    assert torch.equal(dataset.read(ref).input_ids_T, stored(dataset, ref, "input_ids").long())
 
 
 def _sum(dataset: FeatureDataset, refs: list[SampleRef], results) -> None:
@@ -155,6 +285,19 @@ def test_a_torn_shard_is_named(folder):
     path = folder / "shard-00001.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(UserError, match="shard-00001.safetensors is damaged: it has .* bytes, its header says"):
+        FeatureDataset(folder)
+
+
+@pytest.mark.parametrize(("index", "change"), [(0, 1), (1, -1_000), (1, 1_000), (2, 0), (-1, -1)])
+def test_offsets_that_do_not_cut_the_tokens(folder, index, change):
+    """Not from 0, falling, beyond the end, a sample without tokens (offset 2 becomes offset 1), and tokens left over."""
+    path = folder / "shard-00001.safetensors"
+    offsets = load_file(path)["offsets"]
+    offsets[index] = offsets[index] + change if change else offsets[index - 1]
+    with path.open("r+b") as file:
+        file.seek(read_header(path).arrays["offsets"].start)
+        file.write(offsets.numpy().tobytes())
+    with pytest.raises(DamagedShardError, match=r"shard-00001.safetensors is damaged: its offsets do not cut \d+ tokens into samples"):
         FeatureDataset(folder)
 
 

@@ -10,7 +10,16 @@ import xxhash
 from safetensors import safe_open
 
 from dflash_train.errors import UserError
-from dflash_train.features.shard import METADATA_KEY, DamagedShardError, read_header, read_rows, write_shard
+from dflash_train.features.shard import (
+    METADATA_KEY,
+    DamagedShardError,
+    open_shard,
+    read_header,
+    read_offsets,
+    read_rows,
+    sample_checksum,
+    set_aside,
+)
 
 ARRAYS = {
     "loss_mask": torch.tensor([0, 1, 1], dtype=torch.uint8),
@@ -19,6 +28,14 @@ ARRAYS = {
     "input_ids": torch.tensor([5, 6, 7], dtype=torch.int32),
 }
 METADATA = {"sample_ids": ["ä", "b"], "contract": {"b": 1, "a": [1, 2]}}
+
+
+def write_shard(path, arrays, metadata, longest=None):
+    with open_shard(path, {name: (array.dtype, tuple(array.shape)) for name, array in arrays.items()}, longest or metadata) as file:
+        for name, array in arrays.items():
+            for row in reversed(range(len(array))):  # rows may come in any order
+                file.write_rows(name, row, array[row : row + 1])
+        file.finish(metadata)
 
 
 @pytest.fixture
@@ -35,15 +52,67 @@ def test_any_safetensors_reader_reads_it(path):
         metadata = file.metadata()
     assert list(metadata) == [METADATA_KEY]
     assert metadata[METADATA_KEY].startswith('{"checksum":"xxh3_128:')
+    assert read_header(path).metadata == METADATA
     assert json.loads(metadata[METADATA_KEY]).items() >= METADATA.items()
     assert '"contract":{"a":[1,2],"b":1}' in metadata[METADATA_KEY]  # canonical: sorted, no spaces
 
 
-def test_checksum_is_of_the_payload(path):
+def test_the_header_has_a_checksum(path):
+    """Of everything in it: one changed letter of a sample's name is damage."""
     raw = path.read_bytes()
-    payload = raw[8 + int.from_bytes(raw[:8], "little") :]
-    assert len(payload) == 3 * 8 + 3 * 4 + 12 * 2 + 3
-    assert read_header(path).metadata["checksum"] == f"xxh3_128:{xxhash.xxh3_128_hexdigest(payload)}"
+    path.write_bytes(raw.replace(b'\\"b\\"]', b'\\"c\\"]'))
+    assert path.read_bytes() != raw
+    with pytest.raises(DamagedShardError, match="its header does not have the checksum that it holds"):
+        read_header(path)
+
+
+def test_a_samples_checksum_is_of_its_place_and_its_rows():
+    rows = {"input_ids": torch.tensor([6, 7], dtype=torch.int32), "features": torch.ones(2, 1, 1, dtype=torch.bfloat16)}
+    content = (1).to_bytes(8, "little") + b"\x80\x3f\x80\x3f" + b"\6\0\0\0\7\0\0\0"  # by name: features before input_ids
+    assert sample_checksum(1, rows) == xxhash.xxh3_128_hexdigest(content)
+    assert sample_checksum(2, rows) != sample_checksum(1, rows)
+
+
+def test_the_header_may_turn_out_shorter_than_told(path, tmp_path):
+    longer = METADATA | {"sample_ids": ["ä", "b" * 100]}
+    write_shard(tmp_path / "longer.safetensors", ARRAYS, METADATA, longest=longer)
+    assert read_header(tmp_path / "longer.safetensors").metadata == METADATA
+    assert (tmp_path / "longer.safetensors").stat().st_size > path.stat().st_size
+    with safe_open(tmp_path / "longer.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("features"), ARRAYS["features"])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_writer_leaves_nothing(tmp_path, error):
+    expected = UserError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected), open_shard(tmp_path / "shard.safetensors", {"offsets": (torch.int64, (2,))}, {}):
+        assert list(tmp_path.iterdir())
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_without_its_header_gets_no_name(tmp_path):
+    with pytest.raises(DamagedShardError), open_shard(tmp_path / "shard.safetensors", {"offsets": (torch.int64, (2,))}, {}) as file:
+        file.write_rows("offsets", 0, torch.tensor([0, 1]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("offsets", [[1, 2, 3], [0, 2, 2], [0, 3, 2], [0, 1, 4], [0, 0, 3]])
+def test_offsets_that_do_not_cut_the_tokens_are_damage(tmp_path, offsets):
+    write_shard(tmp_path / "shard.safetensors", ARRAYS | {"offsets": torch.tensor(offsets)}, METADATA)
+    with FileIO(tmp_path / "shard.safetensors") as file, pytest.raises(DamagedShardError, match="do not cut 3 tokens into samples"):
+        read_offsets(file, read_header(tmp_path / "shard.safetensors"))
+
+
+def test_setting_aside_keeps_what_was_set_aside_before(tmp_path):
+    for content in ("first", "second", "third"):
+        (tmp_path / "shard").write_text(content)
+        set_aside(tmp_path / "shard")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "shard.damaged": "first",
+        "shard.damaged1": "second",
+        "shard.damaged2": "third",
+    }
 
 
 def test_bytes_depend_on_content_alone(path, tmp_path):
@@ -85,6 +154,7 @@ def test_a_file_of_the_wrong_size_is_damaged(path, size):
         b"[]",
         b"{}",
         b'{"__metadata__":{"dflash_train":"[1]"}}',
+        b'{"__metadata__":{"dflash_train":"{}"}}',
         b'{"__metadata__":{"dflash_train":"{}"},"x":{"dtype":"Q9","shape":[1],"data_offsets":[0,1]}}',
         b'{"__metadata__":{"dflash_train":"{}"},"x":{"dtype":"U8","shape":["a"],"data_offsets":[0,1]}}',
         b'{"__metadata__":{"dflash_train":"{}"},"x":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}',

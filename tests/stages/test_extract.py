@@ -15,11 +15,13 @@ import datasets
 import pytest
 import tiny_models
 import torch
-from tiny_datasets import extract_config, make_samples
+from planted_faults import FAULTS
+from tiny_datasets import extract_command, extract_config, make_samples
 
 from dflash_train.capture import Capture, Captured
-from dflash_train.config import Config, Dtype
+from dflash_train.config import Config, Dtype, FeatureCodec
 from dflash_train.errors import UserError
+from dflash_train.features.checks import ContentError
 from dflash_train.features.reader import FeatureDataset
 from dflash_train.features.shard import read_header
 from dflash_train.layers import LayerIds
@@ -53,24 +55,6 @@ def copied(tmp_path, finished) -> Config:
 
 def shards(config: Config) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(Path(config.features.dir).glob("shard-*.safetensors"))}
-
-
-def command(config: Config, *launcher: str) -> list[str]:
-    features = config.features
-    return [
-        *(launcher or (sys.executable,)),
-        "-m",
-        "dflash_train",
-        "stage=extract",
-        f"run_dir={config.run_dir}",
-        f"target.path={config.target.path}",
-        "target.dtype=float32",
-        f"features.layer_ids={features.layer_ids}".replace(" ", ""),
-        f"features.shard_tokens={features.shard_tokens}",
-        f"features.tokens_per_forward={features.tokens_per_forward}",
-        "drafter.mask_token_id=300",
-        "train.max_steps=1",
-    ]
 
 
 def test_reading_gives_what_capture_gives(finished):
@@ -108,7 +92,7 @@ def test_header_and_manifest_say_nothing_of_the_launch(finished):
     assert manifest["contract"]["layer_ids"] == [1, 3] and manifest["answers_from_target"] == "unknown"
     for entry in manifest["shards"]:
         metadata = read_header(folder / entry["name"]).metadata
-        assert set(metadata) == {"contract", "codec", "sample_ids", "splits", "num_supervised", "statistics", "checksum"}
+        assert set(metadata) == {"contract", "codec", "sample_ids", "sample_checksums", "splits", "num_supervised", "statistics"}
         assert metadata["contract"] == manifest["contract"]
         assert all(2**-11 < error < 2**-8 for error in metadata["codec"]["relative_error"])  # fp32 rounded to 8 bits
         assert metadata["statistics"]["tokens_per_forward"] == 16
@@ -119,7 +103,7 @@ def test_two_processes_write_what_one_writes(tmp_path, finished):
     shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
     config = extract_config(tmp_path, Path(finished.target.path))
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    done = subprocess.run(command(config, *launcher), cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(extract_command(config, *launcher), cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert shards(config) == shards(finished) and len(shards(config)) > 2
     assert (Path(config.features.dir) / "manifest.json").read_text() == (Path(finished.features.dir) / "manifest.json").read_text()
@@ -144,7 +128,7 @@ def test_kill_and_resume(tmp_path, target):
     shutil.copytree(tmp_path / "undisturbed", tmp_path / "killed")
     undisturbed, killed = extract_config(tmp_path / "undisturbed", target), extract_config(tmp_path / "killed", target)
     run(undisturbed)
-    process = subprocess.Popen(command(killed), cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(extract_command(killed), cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while len(shards(killed)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -217,6 +201,59 @@ def test_other_settings_are_refused(copied, finished, change, shown):
     assert shards(copied) == shards(finished)
 
 
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, finished, capsys, monkeypatch):
+    shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
+    monkeypatch.setattr("dflash_train.stages.extract.load_target", None)
+    run(extract_config(tmp_path, Path(finished.target.path), dry_run=True))
+    out = capsys.readouterr().out
+    num_tokens = sum(len(ids) for ids in load_samples(tmp_path / "prepare").dataset["input_ids"])
+    assert f"{num_tokens:,}" in out and "133" in out  # 2 layers x 32 x 2 bytes, id and mask: 133 bytes per token
+    assert "nothing was computed" in out
+    assert not (tmp_path / "extract").exists()
+
+
+def test_a_dry_run_leaves_a_damaged_shard(copied, capsys):
+    path = Path(copied.features.dir) / "shard-00000.safetensors"
+    os.truncate(path, 1000)
+    copied.features.dry_run = True
+    run(copied)
+    assert "shard-00000.safetensors is damaged" in capsys.readouterr().err
+    assert path.stat().st_size == 1000
+
+
+def test_fp8_features(tmp_path, finished):
+    shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
+    config = extract_config(tmp_path, Path(finished.target.path), codec=FeatureCodec.fp8)
+    run(config)
+    exact, coded = FeatureDataset(finished.features.dir), FeatureDataset(config.features.dir)
+    for one, other in zip(exact.refs("train"), coded.refs("train"), strict=True):
+        assert one == other
+        exact_TLD, coded_TLD = exact.read(one).features_TLD.float(), coded.read(other).features_TLD.float()
+        largest_TL1 = exact_TLD.abs().amax(-1, keepdim=True)
+        assert ((coded_TLD - exact_TLD).abs() <= exact_TLD.abs() / 15 + largest_TL1 * 2**-16).all()  # 4 significant bits, and tiny values
+        assert (coded_TLD != exact_TLD).any()
+    error = read_header(Path(config.features.dir) / "shard-00000.safetensors").metadata["codec"]["relative_error"]
+    assert all(0.005 < layer < 0.04 for layer in error)
+
+
+def test_leftovers_of_killed_writers_are_removed(copied):
+    leftover = Path(copied.features.dir) / ".tmp-shard-00099.safetensors"
+    leftover.write_bytes(b"x" * 100)
+    run(copied)
+    assert not leftover.exists()
+
+
+def test_a_layer_much_longer_than_elsewhere_is_warned_of(tmp_path, finished, capsys, monkeypatch):
+    shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
+    genuine = Capture.compare_with_hidden_states
+    monkeypatch.setattr(Capture, "compare_with_hidden_states", lambda self, *batch: genuine(self, *batch) * torch.tensor([[1.0], [0.01]]))
+    config = extract_config(tmp_path, Path(finished.target.path))
+    run(config)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: in the shard of sample")]
+    assert len(warnings) == len(shards(config)) and all("the median norm of the features of layer 3 is" in line for line in warnings)
+    assert shards(config) == shards(finished)
+
+
 def test_another_dtype_or_seed_is_refused(copied):
     copied.target.dtype = Dtype.bfloat16
     copied.seed = 1
@@ -261,25 +298,32 @@ def test_what_is_there_needs_no_space(copied, monkeypatch):
     run(copied)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_name_sample_layer_and_row(tmp_path, finished, monkeypatch, value):
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_stop_the_run(tmp_path, name, monkeypatch):
+    """A hybrid target, so that padding can leak; a batch holds several samples, so that they can be swapped."""
+    target = tiny_models.make_qwen35_wrapper(tmp_path / "target")
+    make_samples(tmp_path / "run", target)
+    config = extract_config(tmp_path / "run", target, tokens_per_forward=120, shard_tokens=1920)
+    monkeypatch.setattr(Capture, "run", FAULTS[name].plant(Capture.run))
+    with pytest.raises(ContentError, match=FAULTS[name].at_extraction) as caught:
+        run(config)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in sorted(Path(config.features.dir).iterdir())] == ["config.yaml", "manifest.json", "versions.json"]
+
+
+def test_padding_may_hold_anything(tmp_path, finished, monkeypatch):
     shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
-    config = extract_config(tmp_path, Path(finished.target.path))
-    wanted = load_samples(tmp_path / "prepare").dataset[17]["input_ids"]
     genuine = Capture.run
 
     def planted(self: Capture, input_ids_BT: torch.Tensor, attention_mask_BT: torch.Tensor) -> Captured:
         captured = genuine(self, input_ids_BT, attention_mask_BT)
-        captured.features_BTLD[attention_mask_BT == 0] = float("nan")  # padding may hold anything
-        for row, ids in enumerate(input_ids_BT.tolist()):
-            if ids[: len(wanted)] == wanted:
-                captured.features_BTLD[row, 4, 1, 7] = value
+        captured.features_BTLD[attention_mask_BT == 0] = float("nan")
         return captured
 
     monkeypatch.setattr(Capture, "run", planted)
-    with pytest.raises(UserError, match=rf"sample sample-17: the feature of layer 3 is {value} at row 4 of {len(wanted)}"):
-        run(config)
-    assert len(shards(config)) < len(shards(finished))
+    config = extract_config(tmp_path, Path(finished.target.path))
+    run(config)
+    assert shards(config) == shards(finished)
 
 
 def test_a_capture_that_differs_from_hidden_states_stops_the_run(tmp_path, finished, monkeypatch):
