@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_train.atomic import write_json
 from dflash_train.errors import UserError
 from dflash_train.features.codec import codec_named
@@ -85,8 +87,10 @@ class Manifest:
         path = folder / shard.name
         header = read_header(path)
         metadata = header.metadata
-        if header.layout != self.shard_layout(shard) or len(metadata.get("sample_ids", ())) != shard.num_samples:
-            raise DamagedShardError(f"{path} is damaged: it does not hold the {shard.num_samples} samples that {FILE_NAME} says")
+        if wrong := _differences(header.layout, self.shard_layout(shard)):
+            raise DamagedShardError(f"{path} is damaged: it does not hold what {FILE_NAME} says: {'; '.join(wrong)}")
+        if len(metadata.get("sample_ids", ())) != shard.num_samples:
+            raise DamagedShardError(f"{path} is damaged: it does not name the {shard.num_samples} samples that {FILE_NAME} says")
         if metadata.get("contract") != self.contract.to_dict() or metadata.get("codec", {}).get("name") != self.codec:
             raise DamagedShardError(f"{path} is damaged: it was made with another contract than {FILE_NAME} says")
         return header
@@ -105,3 +109,13 @@ class Manifest:
                 f"{folder / FILE_NAME} is of another dataset ({'; '.join(found)}): "
                 f"choose another features.dir or run_dir, or delete {folder}"
             )
+
+
+def _differences(found: Layout, expected: Layout) -> list[str]:
+    """One string per array that is not as expected."""
+    shown = {name: tuple(_shown(layout.get(name)) for layout in (found, expected)) for name in [*expected, *found]}
+    return [f"{name} is {there}, not {here}" for name, (there, here) in shown.items() if there != here]
+
+
+def _shown(array: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "missing" if array is None else f"{list(array[1])} in {array[0]}"

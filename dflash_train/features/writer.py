@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from queue import Empty, Full, Queue
+from queue import Empty, Queue
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +26,7 @@ from dflash_train.features.codec import Codec
 from dflash_train.features.shard import Layout, ShardFile, open_shard, sample_checksum, shard_layout
 from dflash_train.layers import FeatureContract
 
-_FORWARDS_AHEAD = 2  # forwards whose rows wait for the writer: bounds the memory on the device
+_FORWARDS_AHEAD = 3  # forwards whose rows the writer has or will get: bounds the memory on the device
 _ERROR_ROWS = 64  # the codec's error is measured on so many rows of each forward, evenly spread
 _POLL_SECONDS = 0.2  # how long a thread waits before it looks whether the other one has failed
 _LONGEST_FLOAT, _ANY_CHECKSUM = -1.7976931348623157e-308, "0" * 32
@@ -119,6 +119,7 @@ def write_shard(job: ShardJob, forwards: Iterable[CapturedRows], check_sample: C
                 part = {name: array[begin - first : end - first] for name, array in arrays.items()}
                 checksums.append(sample_checksum(begin, part))
             first = last
+        assert first == len(job.input_ids_T), "the forwards ended before the shard"
         codec_error_L = (squares_2L[0] / squares_2L[1].clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
         metadata = job.metadata(checksums, _rounded(codec_error_L.tolist()), _rounded(checks.median_norms()))
         file.finish(metadata)
@@ -142,6 +143,8 @@ def _require_planned(job: ShardJob, first: int, rows: CapturedRows, dtype: torch
             f"{job.places.of_row(min(row, len(job.input_ids_T) - 1))}: the target was given another token there than planned: "
             "rows are swapped or missing"
         )
+    if last not in job.places.offsets:
+        raise ContentError(f"{job.places.of_row(last)}: the forward gave no features for it: a row is missing")
     num_layers, width = len(job.contract.layer_ids.ids), job.contract.hidden_size
     expected = {"features": [last - first, num_layers, width]} | (
         {"teacher state": [last - first, width]} if job.contract.teacher_state else {}
@@ -187,23 +190,22 @@ class WriterThread:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # copies do not wait for the next forward
         self._shards: deque[Future[dict[str, Any]]] = deque()
         self._queue: Queue[_Handover] = Queue()
+        self._room = threading.Semaphore(_FORWARDS_AHEAD)
         self._stopped = threading.Event()
 
     def open(self, job: ShardJob, check_sample: CheckSample) -> None:
         """Begins the shard that the next rows belong to."""
-        self._queue = Queue(maxsize=_FORWARDS_AHEAD)
+        self._queue = Queue()
         self._shards.append(self._executor.submit(self._write, job, self._queue, check_sample))
 
     def add(self, rows: CapturedRows) -> None:
         """Hands over one forward's rows; waits while too many are on their way."""
         computed = torch.cuda.current_stream(rows.features_TLD.device).record_event() if self._stream else None
-        while True:
-            try:
-                return self._queue.put((rows, computed), timeout=_POLL_SECONDS)
-            except Full:
-                for shard in self._shards:
-                    if shard.done():
-                        shard.result()
+        while not self._room.acquire(timeout=_POLL_SECONDS):
+            for shard in self._shards:
+                if shard.done():
+                    shard.result()  # raises what the thread did: nobody would make room any more
+        self._queue.put((rows, computed))
 
     def finished(self, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The metadata of the shards that were finished since the last call; `wait` for all that were opened."""
@@ -225,6 +227,7 @@ class WriterThread:
             if computed is not None:
                 computed.wait()
             yield rows
+            self._room.release()
             num_tokens -= len(rows.input_ids_T)
 
     def __enter__(self) -> "WriterThread":
