@@ -133,6 +133,7 @@ class FeaturesConfig:
     dir: str = "${run_dir}/extract"  # folder of the feature dataset
     shard_tokens: int = 262144  # context tokens per shard, at least 16 times tokens_per_forward
     tokens_per_forward: int = 16384  # context tokens with padding in one forward, per process
+    check_samples: bool = True  # recompute one sample per shard alone and stop when it differs; false only warns
     dry_run: bool = False  # show the plan, with size and free space, and stop
 
     def __post_init__(self) -> None:

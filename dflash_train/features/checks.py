@@ -98,7 +98,7 @@ class ContentChecks:
         norms_TL = self._norms(first, features_TLD, planes)
         if teacher_state_TD is not None:
             self._norms(first, teacher_state_TD[:, None], [TEACHER_STATE])
-        for begin, end, one, other in self._equal_layers(first, features_TLD):
+        for begin, end, one, other in self._twins(first, features_TLD):
             raise ContentError(
                 f"{self.places.of_row(begin)}: the features of layers {ids[one]} and {ids[other]} are equal in all {end - begin} rows: "
                 "one of them was captured twice"
@@ -125,7 +125,7 @@ class ContentChecks:
                 raise ContentError(f"{self.places.of_row(begin)}: {planes[plane]} is zero in all rows: nothing was captured")
         return norms_TP
 
-    def _equal_layers(self, first: int, features_TLD: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    def _twins(self, first: int, features_TLD: Tensor) -> Iterator[tuple[int, int, int, int]]:
         """Spans and pairs of planes that are equal; a sample's last row tells nearly always, so only that is read of all."""
         pairs, spans = list(combinations(range(len(self.layer_ids)), 2)), self.places.spans(first, first + len(features_TLD))
         if not pairs:

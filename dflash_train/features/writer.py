@@ -5,6 +5,7 @@ shard file, under its name once its last row is there and its checks have passed
 and writing all happen in the writer thread; in memory are the rows of a few forwards, whatever the size of a shard.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -43,10 +44,14 @@ class CapturedRows:
 
 @dataclass(frozen=True)
 class CheckSample:
-    """A sample of the shard, recomputed alone; `position` is its place among the shard's samples."""
+    """A sample of the shard, recomputed alone; `position` is its place among the shard's samples.
+
+    When it differs the shard is not written; with `only_warn` it is, and a warning too.
+    """
 
     position: int
     recomputed: Recomputed
+    only_warn: bool = False
 
 
 class ShardJob:
@@ -174,7 +179,12 @@ def _require_sample(job: ShardJob, file: ShardFile, check: CheckSample) -> None:
     begin, end = job.places.span(check.position)
     encoded = job.codec.token_layout(len(job.contract.layer_ids.ids), job.contract.hidden_size)
     arrays = {name: file.read_rows(name, begin, end - begin) for name in (*encoded, "teacher_state") if name in file.arrays}
-    require_sample(job.places.sample_ids[check.position], job.contract.layer_ids.ids, job.codec, arrays, check.recomputed)
+    try:
+        require_sample(job.places.sample_ids[check.position], job.contract.layer_ids.ids, job.codec, arrays, check.recomputed)
+    except ContentError as error:
+        if not check.only_warn:
+            raise
+        print(f"warning: {job.path.name}: {error}", file=sys.stderr, flush=True)
 
 
 class WriterThread:

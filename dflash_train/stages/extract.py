@@ -73,6 +73,7 @@ class FeatureJob:
     manifest: Manifest
     folder: Path
     tokens_per_forward: int
+    check_samples: bool
 
     @property
     def contract(self) -> FeatureContract:
@@ -116,7 +117,7 @@ def plan_job(config: Config, samples: PreparedSamples) -> FeatureJob:
     folder = stage_dir(config, Stage.extract)
     if (folder / FILE_NAME).exists():
         manifest.require_continues(Manifest.load(folder), folder)
-    return FeatureJob(samples, plan, manifest, folder, features.tokens_per_forward)
+    return FeatureJob(samples, plan, manifest, folder, features.tokens_per_forward, features.check_samples)
 
 
 def _require_same_tokenizer(samples: PreparedSamples, contract: FeatureContract, prepare_dir: Path) -> None:
@@ -205,7 +206,8 @@ def extract_shards(job: FeatureJob, shards: Sequence[ShardPlan], capture: Captur
             shard_job = job.shard_job(shard)
             position = shard.check_sample
             with _told_memory(shard_job.input_ids[position][None]):
-                writer.open(shard_job, CheckSample(position, capture.recompute(shard_job.input_ids[position])))
+                recomputed = capture.recompute(shard_job.input_ids[position])
+            writer.open(shard_job, CheckSample(position, recomputed, only_warn=not job.check_samples))
             for batch in _in_batches(shard_job.input_ids, shard):
                 writer.add(forward(capture, batch))
                 progress.advance(sum(map(len, batch)), _shards_note(job, writer.finished(), usual_norms))

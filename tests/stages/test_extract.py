@@ -311,6 +311,16 @@ def test_planted_faults_stop_the_run(tmp_path, name, monkeypatch):
     assert [path.name for path in sorted(Path(config.features.dir).iterdir())] == ["config.yaml", "manifest.json", "versions.json"]
 
 
+def test_a_sample_that_differs_may_only_be_warned_of(tmp_path, finished, capsys, monkeypatch):
+    """A target whose rows depend on their batch mates for reasons of its own, say quantised activations."""
+    shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
+    monkeypatch.setattr(Capture, "run", FAULTS["shifted by one"].plant(Capture.run))
+    config = extract_config(tmp_path, Path(finished.target.path), check_samples=False)
+    run(config)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: shard-0000")]
+    assert len(warnings) == len(shards(config)) and all("is not what the target gives for this sample alone" in line for line in warnings)
+
+
 def test_padding_may_hold_anything(tmp_path, finished, monkeypatch):
     shutil.copytree(Path(finished.run_dir) / "prepare", tmp_path / "prepare")
     genuine = Capture.run
