@@ -28,7 +28,7 @@ from dflash_train.run_folder import stage_dir
 from dflash_train.target import contract_for, load_target
 
 _READERS = 4  # shards read at the same time
-_BAR_WIDTH = 40
+_NUM_BARS, _BAR_WIDTH = 12, 40
 
 
 def run(config: Config) -> None:
@@ -129,10 +129,13 @@ def _print_contents(manifest: Manifest, reports: list[ShardReport]) -> None:
 
 
 def _print_histogram(lengths: list[int]) -> None:
-    """One bar per doubling of the length."""
-    counts = Counter(length.bit_length() for length in lengths)
+    """Bars of equal width from the shortest sample to the longest."""
+    shortest = min(lengths)
+    width = -(-(max(lengths) - shortest + 1) // _NUM_BARS)
+    counts = Counter((length - shortest) // width for length in lengths)
     table = Table("tokens", "samples", "", title="lengths")
-    for bits in range(min(counts), max(counts) + 1):
-        bar = "█" * round(_BAR_WIDTH * counts[bits] / max(counts.values()))
-        table.add_row(f"{1 << (bits - 1):,} to {(1 << bits) - 1:,}", f"{counts[bits]:,}", bar)
+    for number in range(max(counts) + 1):
+        first = shortest + number * width
+        bar = "█" * round(_BAR_WIDTH * counts[number] / max(counts.values()))
+        table.add_row(f"{first:,} to {first + width - 1:,}", f"{counts[number]:,}", bar)
     Console().print(table)

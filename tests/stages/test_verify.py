@@ -19,6 +19,7 @@ from dflash_train.features import writer
 from dflash_train.features.checks import ContentChecks
 from dflash_train.features.codec import Bf16Codec
 from dflash_train.features.shard import read_header, read_offsets
+from dflash_train.samples import load_samples
 from dflash_train.stages import extract, verify
 
 
@@ -48,7 +49,11 @@ def test_a_sound_dataset(copied, capsys):
     out = capsys.readouterr().out
     assert "[1, 3] of 6, 32 wide" in out and "Qwen3ForCausalLM" in out and "all 4 shards are whole" in out
     assert "read: 40 of 40 samples, 923 of 923 tokens" in out
-    assert "16 to 31" in out and "layer 1: bf16 error 0.1" in out
+    lengths = [len(ids) for ids in load_samples(Path(copied.run_dir) / "prepare").dataset["input_ids"]]
+    width = -(-(max(lengths) - min(lengths) + 1) // 12)
+    first = sum(length < min(lengths) + width for length in lengths)
+    assert re.search(rf"{min(lengths)} to {min(lengths) + width - 1} +│ {first} ", out)
+    assert "layer 1: bf16 error 0.1" in out
     assert before == {path.name: path.read_bytes() for path in Path(copied.features.dir).iterdir()}
 
 
