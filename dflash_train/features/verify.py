@@ -14,10 +14,11 @@ import xxhash
 from torch import Tensor
 
 from dflash_train.capture import Capture
+from dflash_train.errors import UserError
 from dflash_train.features.checks import ContentChecks, ContentError, SamplePlaces, require_sample
 from dflash_train.features.codec import codec_named
 from dflash_train.features.manifest import Manifest, ShardEntry
-from dflash_train.features.shard import DamagedShardError, ShardHeader, read_offsets, read_rows, sample_checksum
+from dflash_train.features.shard import ShardHeader, read_offsets, read_rows, sample_checksum
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ShardReport:
 
 
 def read_shard(manifest: Manifest, folder: Path, entry: ShardEntry) -> ShardReport:
-    """Reads every byte of a shard. Raises UserError only when the file cannot be read at all."""
+    """Reads every byte of a shard; what the disk does not give is a fault as well."""
     path = folder / entry.name
     if not path.exists():
         return ShardReport(entry.name, missing=True)
@@ -42,8 +43,10 @@ def read_shard(manifest: Manifest, folder: Path, entry: ShardEntry) -> ShardRepo
         with FileIO(path) as file:
             offsets = read_offsets(file, header)
             faults = list(_sample_faults(manifest, header, file, offsets))
-    except DamagedShardError as error:
+    except UserError as error:
         return ShardReport(entry.name, faults=[str(error)])
+    except OSError as error:
+        return ShardReport(entry.name, faults=[f"{path} cannot be read: {error.strerror}"])
     lengths = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
     statistics = header.metadata["statistics"]
     return ShardReport(entry.name, False, faults, lengths, statistics["num_supervised"], header.metadata["codec"]["relative_error"])

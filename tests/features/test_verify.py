@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_train.capture import Recomputed
+from dflash_train.features import verify
 from dflash_train.features.manifest import Manifest, ShardEntry
 from dflash_train.features.shard import open_shard, sample_checksum
 from dflash_train.features.verify import read_shard, recompute_samples
@@ -78,6 +79,17 @@ def test_bad_shards(tmp_path, name):
         assert not report.faults and report.lengths == [34]
     else:
         assert len(report.faults) == 1 and said in report.faults[0], report.faults
+
+
+def test_what_the_disk_does_not_give_is_a_fault(tmp_path, monkeypatch):
+    write(tmp_path, whole())
+
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(verify, "sample_checksum", fail)
+    (fault,) = read_shard(MANIFEST, tmp_path, ENTRY).faults
+    assert fault.endswith("shard-00000.safetensors cannot be read: Input/output error")
 
 
 def test_a_missing_shard_has_no_fault_but_is_missing(tmp_path):
