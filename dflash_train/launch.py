@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _T = TypeVar("_T")
+_KEPT: list[object] = []
 _PATIENCE = timedelta(hours=2)  # how long a process waits for the others, which may have longer shards or answers to finish
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # who launched says how many processes there are
 
@@ -36,6 +37,15 @@ def make_accelerator(mixed_precision: str = "no") -> "Accelerator":
         raise UserError(f"Accelerate is configured for {accelerator.distributed_type}: training here is DDP, so launch with --multi_gpu")
     atexit.register(_leave)
     return accelerator
+
+
+def keep_until_exit(model: _T) -> _T:
+    """Holds a model that DDP wraps, and returns it: dropping it right after a collective can deadlock.
+
+    Its destructor joins gloo's thread while it holds Python's lock, for which that thread may wait to free a tensor (torch 2.13).
+    """
+    _KEPT.append(model)
+    return model
 
 
 def _leave() -> None:

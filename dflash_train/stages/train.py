@@ -31,7 +31,7 @@ from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.drafter_init import init_from_target
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
-from dflash_train.launch import from_main_process, make_accelerator
+from dflash_train.launch import from_main_process, keep_until_exit, make_accelerator
 from dflash_train.layers import FeatureContract
 from dflash_train.optimizer import lr_at, make_optimizer
 from dflash_train.packing import RunPlan, usable
@@ -149,7 +149,7 @@ def _make_trainer(
     return Trainer(
         accelerator=accelerator,
         drafter=drafter,
-        model=accelerator.prepare(drafter),
+        model=keep_until_exit(accelerator.prepare(drafter)),
         optimizer=optimizer,
         ends=load_ends(config.target, accelerator.device, head_dtype),
         max_grad_norm=config.train.max_grad_norm,
