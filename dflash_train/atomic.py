@@ -1,12 +1,15 @@
 """Whole files only: written under a temporary name in the same folder, synced, then renamed.
 
 A reader never sees half a file under its final name, whatever moment the process is killed at; leftovers of killed writers carry
-the `.tmp-` prefix and are removed by the next writer of the same name.
+the `.tmp-` prefix and are removed by the next writer of the same name. No two writers share a temporary name: a process that outlived
+its killed launcher may still be writing, and must not rename what its successor has only begun; when its file is gone it fails.
 """
 
+import glob
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +32,10 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     folder is not writable.
     """
     path = Path(path)
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
-        _remove(temporary)
+        for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{'?' * 8}-{glob.escape(path.name)}"):
+            _remove(leftover)
         yield temporary
         for written in (temporary, *temporary.rglob("*")):
             _finish(written)

@@ -127,7 +127,7 @@ def remove_old_checkpoints(train_dir: Path, keep: int) -> None:
         if path not in kept:
             # renamed first, so that a half-deleted folder never carries a checkpoint's name
             path.rename(path.with_name(f"{TEMPORARY_PREFIX}{path.name}"))
-    for leftover in _checkpoints_dir(train_dir).glob(f"{TEMPORARY_PREFIX}step-*"):
+    for leftover in _checkpoints_dir(train_dir).glob(f"{TEMPORARY_PREFIX}*step-*"):
         shutil.rmtree(leftover)
 
 

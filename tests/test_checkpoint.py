@@ -84,7 +84,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for number in (1, 2, 3, 10):
         save_checkpoint(tmp_path, drafter, optimizer, {"step": number})
     record_best(tmp_path, {"step": 1, "tau": 2.5})
-    (tmp_path / "checkpoints" / ".tmp-step-00000009").mkdir()  # of a killed writer
+    (tmp_path / "checkpoints" / ".tmp-0a1b2c3d-step-00000009").mkdir()  # of a killed writer
     (tmp_path / "checkpoints" / "notes").mkdir()  # the user's own
     remove_old_checkpoints(tmp_path, keep=2)
     assert names(tmp_path) == ["notes", "step-00000001", "step-00000003", "step-00000010"]

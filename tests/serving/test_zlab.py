@@ -131,7 +131,7 @@ def test_an_earlier_export_is_replaced_as_a_whole_and_keeps_the_runs_records(tmp
 
 
 def test_what_a_killed_export_left_is_swept(tmp_path):
-    for leftover in (".tmp-export-new", ".tmp-export-old", ".tmp-.tmp-export-new"):
+    for leftover in (".tmp-export-new", ".tmp-export-old", ".tmp-0a1b2c3d-.tmp-export-new"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "model.safetensors").touch()
     export(tmp_path / "export", make_drafter())

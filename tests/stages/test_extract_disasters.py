@@ -1,5 +1,6 @@
 """Extractions that are killed again and again, or fill the disk: what is there afterwards equals an undisturbed run. Minutes long."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny_models
 from tiny_datasets import extract_command, extract_config, make_samples
@@ -64,6 +66,16 @@ def launch(config: Config, num_processes: int, log: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=log.open("a"), stderr=subprocess.STDOUT, start_new_session=True)
 
 
+def kill_all(process: subprocess.Popen) -> None:
+    """The launcher's processes have sessions of their own and would go on."""
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            member.send_signal(signal.SIGKILL)
+    for member in family:
+        member.wait(timeout=30)
+
+
 def test_twenty_kills(tmp_path, undisturbed):
     draw = random.Random(2026)
     config, expected = same_samples(tmp_path, undisturbed), shards(undisturbed)
@@ -74,8 +86,7 @@ def test_twenty_kills(tmp_path, undisturbed):
         process = launch(config, draw.randint(1, 3), log)
         time.sleep(draw.uniform(5, 20))
         assert process.poll() is None, f"the run ended by itself before it was killed:\n{log.read_text()[-2000:]}"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_all(process)
         counts.append(len(shards(config)))
     assert counts == sorted(counts) and len(set(counts)) > 10, counts  # nothing was lost, and the kills fell into the work
     assert counts[-1] < len(expected), counts
