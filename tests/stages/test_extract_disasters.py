@@ -83,8 +83,11 @@ def test_twenty_kills(tmp_path, undisturbed):
     watch.start()
     log, counts = tmp_path / "log", []
     for _ in range(20):
+        enough = len(shards(config)) + draw.randint(0, 20)
         process = launch(config, draw.randint(1, 3), log)
-        time.sleep(draw.uniform(5, 20))
+        time.sleep(draw.uniform(0, 8))
+        while process.poll() is None and len(shards(config)) < enough:
+            time.sleep(draw.uniform(0, 0.5))
         assert process.poll() is None, f"the run ended by itself before it was killed:\n{log.read_text()[-2000:]}"
         kill_all(process)
         counts.append(len(shards(config)))
