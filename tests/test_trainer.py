@@ -14,8 +14,10 @@ from tiny_models import MASK_TOKEN_ID
 from torch import Tensor, nn
 
 from dflash_train.blocks import build_blocks, draw_anchors
-from dflash_train.errors import UserError
+from dflash_train.config import OptimizerKind
+from dflash_train.ema import Ema
 from dflash_train.features.reader import SampleRef
+from dflash_train.launch import StopRequest, keep_until_exit
 from dflash_train.optimizer import make_optimizer
 from dflash_train.packing import Step, packs_of_rank, sample_generator, usable
 from dflash_train.trainer import Trainer, accumulate, divide_gradients
@@ -39,7 +41,9 @@ def c24_step(accelerator: Accelerator) -> tuple[float, float]:
         losses = model(batch)
         return losses.sum(), torch.stack([torch.tensor(float(len(batch))), losses.detach().sum()])
 
-    weight_sum, loss_sum = accumulate(accelerator, model, iter(mine), len(mine), loss).tolist()
+    totals, stop_asked = accumulate(accelerator, model, iter(mine), len(mine), loss, StopRequest())
+    weight_sum, loss_sum = totals.tolist()
+    assert not stop_asked
     divide_gradients(accelerator, model, weight_sum)
     return loss_sum / weight_sum, next(model.parameters()).grad.item()
 
@@ -58,10 +62,18 @@ def c23_pack(rows: list[int]) -> TrainingPack:
     return TrainingPack(torch.cat([torch.empty(0, 2, 32), *(features[: len(mask)] for _, mask in documents)]), context, blocks)
 
 
-def make_trainer(accelerator: Accelerator) -> Trainer:
+def make_trainer(accelerator: Accelerator, ema: float | None = None, kind: OptimizerKind = OptimizerKind.adamw) -> Trainer:
     drafter = make_drafter(["sliding_attention", "full_attention"], sliding_window=20, block_size=BLOCK_SIZE)
-    optimizer = make_optimizer(drafter, weight_decay=0.0)
-    return Trainer(accelerator, drafter, accelerator.prepare(drafter), optimizer, make_ends(), max_grad_norm=1.0, head_chunk_bytes=1 << 20)
+    return Trainer(
+        accelerator,
+        drafter,
+        keep_until_exit(accelerator.prepare(drafter)),
+        make_optimizer(drafter, weight_decay=0.0, kind=kind),
+        make_ends(),
+        max_grad_norm=1.0,
+        head_chunk_bytes=1 << 20,
+        ema=Ema(drafter, ema) if ema else None,
+    )
 
 
 def step_of(packs: list[TrainingPack]) -> Step:
@@ -112,7 +124,7 @@ def test_c23_only_bad_rows_skip_the_step(accelerator: Accelerator) -> None:
     before = weights(trainer)
     assert take(trainer, [c23_pack([0, 1, 3]), c23_pack([])]) is None
     assert distance(before, weights(trainer)) == 0.0
-    assert not trainer.optimizer.state
+    assert not trainer.optimizer.tensors()
 
 
 def test_figures_of_a_step(accelerator: Accelerator) -> None:
@@ -129,14 +141,20 @@ def test_figures_of_a_step(accelerator: Accelerator) -> None:
     assert figures.train_anchor_tau == pytest.approx(sum(expected) / whole)
 
 
-def test_a_step_that_is_not_finite_names_itself_and_its_samples(accelerator: Accelerator) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_names_itself_and_its_samples(
+    accelerator: Accelerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(accelerator, ema=0.9)
+    take(trainer, [c23_pack([2])])
+    before, average = weights(trainer), {name: tensor.clone() for name, tensor in trainer.ema.tensors.items()}
+    state = {name: tensor.clone() for name, tensor in trainer.optimizer.tensors().items()}
     pack = c23_pack([2])
     pack.features_TLD[5] = float("nan")
-    trainer = make_trainer(accelerator)
-    before = weights(trainer)
-    with pytest.raises(UserError, match=r"step 7: loss=nan, gradient norm=nan; samples of the step: sample$"):
-        trainer.take_step(7, step_of([pack]), iter([pack]), lr=1e-3)
-    assert distance(before, weights(trainer)) == 0.0
+    figures = trainer.take_step(7, step_of([pack]), iter([pack]), lr=1e-3)
+    assert (figures.is_finite, figures.loss, figures.grad_norm) == (False, None, None)
+    assert capsys.readouterr().err == "warning: step 7 is skipped: loss=nan, gradient norm=nan; samples of the step: sample\n"
+    assert distance(before, weights(trainer)) == distance(average, trainer.ema.tensors) == distance(state, trainer.optimizer.tensors()) == 0.0
+    assert take(trainer, [c23_pack([2])]) is not None and distance(before, weights(trainer)) > 0
 
 
 def test_two_processes_take_the_step_of_one(accelerator: Accelerator, tmp_path: Path) -> None:
