@@ -4,9 +4,11 @@ The script may have imported anything but computed nothing: threads of torch do 
 own, as torchrun keeps it: where rank 0 has it, the others can hang when rank 0 ends first.
 """
 
+import atexit
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -16,7 +18,7 @@ from torch.distributed import TCPStore
 def run_group(size: int, work: Callable[[], None]) -> None:
     """Runs `work` in `size` new processes that find each other as torchrun's do; one alone knows of no launcher.
 
-    Every process ends as a program does. Raises SystemExit when one of them failed.
+    Raises SystemExit when one of them failed.
     """
     store, port = _start_store()
     ranks = [_fork(lambda rank=rank: (os.environ.update(_environment(rank, size, port)), work())) for rank in range(size)]
@@ -52,6 +54,15 @@ def _fork(work: Callable[[], object]) -> int:
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
-        work()
-        raise SystemExit(0)
+        status = 1
+        try:
+            work()
+            atexit._run_exitfuncs()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:  # taking the modules down would cost more seconds than the work
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
     return process
