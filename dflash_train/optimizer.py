@@ -1,7 +1,8 @@
 """What moves the drafter's fp32 weights, and the learning rate of every optimizer step as a pure function.
 
 Matrices take AdamW or Muon (`train.optimizer`), norms and other vectors always AdamW without decay. Muon is `torch.optim.Muon` (Jordan et
-al. 2024) with the scale of arXiv 2502.16982, under which its updates are as large as AdamW's, so that one learning rate serves both.
+al. 2024) with the scale of arXiv 2502.16982, under which its updates are as large as AdamW's, so that one learning rate serves both. It
+orthogonalises in bf16: from one number of processes to another, losses agree less closely than AdamW's.
 """
 
 import math
