@@ -27,6 +27,7 @@ from dflash_train.blocks import Context, single_blocks
 from dflash_train.drafter import DFlashDraftModel
 from dflash_train.drafting import draft_tokens
 from dflash_train.features.reader import Sample
+from dflash_train.packing import sample_generator
 from dflash_train.target import TargetEnds
 
 RESAMPLES = 2000  # of the prompts, for the interval
@@ -178,7 +179,7 @@ def replay(
 
 
 @torch.no_grad()
-def anchor_tau(
+def anchor_counts(
     drafter: DFlashDraftModel,
     ends: TargetEnds,
     samples: Iterable[Sample],
@@ -187,16 +188,18 @@ def anchor_tau(
     tokens_per_pack: int,
     seed: int,
     share_of_blocks: float = 0.25,
-) -> float | None:
-    """Mean right prefix + 1 over `share_of_blocks` of the blocks of `samples` that lie wholly inside the supervision.
+) -> tuple[int, int]:
+    """Blocks drafted, and the sum of their right prefixes: `share_of_blocks` of those of `samples` wholly inside the supervision.
 
-    Cheap, for the training log; it runs 5 to 10 % above tau, because a served walk visits hard text more often than uniform anchors
-    do. Never called tau and never picks a checkpoint. None when no block fits.
+    What is drawn from a sample depends on the sample and the seed alone, so counts add up to the same whoever drafts which sample.
     """
-    generator = torch.Generator().manual_seed(seed)
     prefixes: list[int] = []
     for documents in _packs(samples, tokens_per_pack):
-        drawn = [_draw_whole_blocks(sample.loss_mask_T, block_size, share_of_blocks, generator) for sample in documents]
+        generators = [sample_generator(seed, 0, sample.sample_id) for sample in documents]
+        drawn = [
+            _draw_whole_blocks(sample.loss_mask_T, block_size, share_of_blocks, generator)
+            for sample, generator in zip(documents, generators, strict=True)
+        ]
         document_of = [i for i, positions in enumerate(drawn) for _ in positions]
         positions = [p for positions in drawn for p in positions]
         if not positions:
@@ -204,7 +207,18 @@ def anchor_tau(
         drafts = _Pack(drafter, ends, documents, block_size, mask_token_id).draft(document_of, positions)
         for i, a, drafted in zip(document_of, positions, drafts, strict=True):
             prefixes.append(right_prefix(drafted, documents[i].input_ids_T[a + 1 : a + block_size].tolist()))
-    return _ratio(sum(prefixes) + len(prefixes), len(prefixes))
+    return len(prefixes), sum(prefixes)
+
+
+def anchor_tau(counts: Iterable[tuple[int, int]]) -> float | None:
+    """Mean right prefix + 1 over all blocks that `anchor_counts` counted; None without any.
+
+    Cheap, for the training log; it runs 5 to 10 % above tau, because a served walk visits hard text more often than uniform anchors
+    do. Never called tau and never picks a checkpoint.
+    """
+    counts = list(counts)
+    num_blocks, num_right = sum(n for n, _ in counts), sum(right for _, right in counts)
+    return _ratio(num_right + num_blocks, num_blocks)
 
 
 def _draw_whole_blocks(loss_mask_T: Tensor, block_size: int, share: float, generator: torch.Generator) -> list[int]:

@@ -2,7 +2,8 @@
 
     run_dir/train/best.json                     {"step", "tau", "checkpoint"}
     run_dir/train/checkpoints/step-00000020/    model.safetensors      fp32 weights under the drafter's own names
-                                                optimizer.safetensors  NAME/exp_avg, NAME/exp_avg_sq, NAME/step
+                                                ema.safetensors        their moving average, with train.ema
+                                                optimizer.safetensors  NAME/exp_avg, NAME/exp_avg_sq, ... of each weight
                                                 config.json            of the drafter
                                                 state.json             position, contract, settings, best so far
 
@@ -19,15 +20,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from dflash_train.atomic import TEMPORARY_PREFIX, atomic_path, write_json
+from dflash_train.config import Weights
 from dflash_train.drafter import DFlashDraftModel
+from dflash_train.ema import Ema
 from dflash_train.errors import UserError
+from dflash_train.optimizer import DrafterOptimizer
 from dflash_train.weight_files import sample_digest
 
+_FILES = {Weights.raw: "model.safetensors", Weights.ema: "ema.safetensors"}
 
-def save_checkpoint(train_dir: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+
+def save_checkpoint(
+    train_dir: Path, drafter: DFlashDraftModel, optimizer: DrafterOptimizer, state: dict[str, Any], ema: Ema | None = None
+) -> Path:
     """Writes the checkpoint after `state["step"]` optimizer steps. One that is there already is the same one and is left alone."""
     path = _checkpoints_dir(train_dir) / _name(state["step"])
     if path.exists():
@@ -35,41 +42,56 @@ def save_checkpoint(train_dir: Path, drafter: DFlashDraftModel, optimizer: torch
     path.parent.mkdir(exist_ok=True)
     with atomic_path(path) as folder:
         folder.mkdir()
-        save_file(_on_cpu(drafter.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
-        save_file(_on_cpu(_optimizer_tensors(drafter, optimizer)), folder / "optimizer.safetensors", metadata={"format": "pt"})
+        save_file(_on_cpu(drafter.state_dict()), folder / _FILES[Weights.raw], metadata={"format": "pt"})
+        if ema is not None:
+            save_file(_on_cpu(ema.tensors), folder / _FILES[Weights.ema], metadata={"format": "pt"})
+        save_file(_on_cpu(optimizer.tensors()), folder / "optimizer.safetensors", metadata={"format": "pt"})
         drafter.config.save_pretrained(folder)
         write_json(folder / "state.json", state)
     return path
 
 
-def load_drafter(path: Path, device: torch.device | str) -> tuple[DFlashDraftModel, dict[str, Any]]:
-    """The drafter of a checkpoint, in fp32 on `device`, and its state. Raises UserError when the folder is not a whole checkpoint."""
+def choose_weights(path: Path, wanted: Weights, setting: str) -> Weights:
+    """Which weights of the checkpoint in `path` are meant: raw or ema. Raises UserError for an ema that is not there."""
+    has_ema = (path / _FILES[Weights.ema]).is_file()
+    if wanted is Weights.ema and not has_ema:
+        raise UserError(f"{setting}=ema, but {path} holds no moving average (it was trained with train.ema=null); allowed here: auto, raw")
+    return Weights.ema if has_ema and wanted is not Weights.raw else Weights.raw
+
+
+def load_drafter(path: Path, device: torch.device | str, weights: Weights = Weights.raw) -> tuple[DFlashDraftModel, dict[str, Any]]:
+    """The drafter of a checkpoint, in fp32 on `device`, with its raw or ema `weights`, and the checkpoint's state.
+
+    Raises UserError when the folder is not a whole checkpoint.
+    """
     state = read_state(path)
     drafter = DFlashDraftModel(DFlashDraftModel.config_class.from_pretrained(path)).to(device=device, dtype=torch.float32)
-    load_weights(path, drafter)
+    load_weights(path, drafter, weights)
     return drafter, state
 
 
-def load_weights(path: Path, drafter: DFlashDraftModel) -> None:
+def load_weights(path: Path, drafter: DFlashDraftModel, weights: Weights = Weights.raw) -> None:
     """Overwrites the drafter's weights with those of a checkpoint; every tensor must be there and fit."""
+    file = path / _FILES[weights]
     try:
-        drafter.load_state_dict(_read(path / "model.safetensors"))
+        drafter.load_state_dict(_read(file))
     except RuntimeError as error:
-        raise UserError(f"{path / 'model.safetensors'} does not fit the drafter: {' '.join(str(error).split())}") from error
+        raise UserError(f"{file} does not fit the drafter: {' '.join(str(error).split())}") from error
 
 
-def load_optimizer(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(path: Path, optimizer: DrafterOptimizer) -> None:
     """Restores the optimizer's state of every parameter; hyper-parameters stay those of `optimizer`."""
-    parameters = dict(drafter.named_parameters())
-    for name, tensor in _read(path / "optimizer.safetensors").items():
-        parameter_name, key = name.rsplit("/", 1)
-        parameter = parameters[parameter_name]
-        optimizer.state[parameter][key] = tensor.to(parameter.device)
+    optimizer.load(_read(path / "optimizer.safetensors"))
 
 
-def weights_digest(path: Path) -> str:
-    """Stands for the weights of the checkpoint in `path`."""
-    return sample_digest(path / "model.safetensors")
+def load_ema(path: Path, ema: Ema) -> None:
+    """Restores the moving average of the weights."""
+    ema.load(_read(path / _FILES[Weights.ema]))
+
+
+def weights_digest(path: Path, weights: Weights = Weights.raw) -> str:
+    """Stands for the raw or ema weights of the checkpoint in `path`."""
+    return sample_digest(path / _FILES[weights])
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -127,8 +149,9 @@ def remove_old_checkpoints(train_dir: Path, keep: int) -> None:
         if path not in kept:
             # renamed first, so that a half-deleted folder never carries a checkpoint's name
             path.rename(path.with_name(f"{TEMPORARY_PREFIX}{path.name}"))
-    for leftover in _checkpoints_dir(train_dir).glob(f"{TEMPORARY_PREFIX}*step-*"):
-        shutil.rmtree(leftover)
+    for leftover in _checkpoints_dir(train_dir).glob(f"{TEMPORARY_PREFIX}*"):
+        if re.fullmatch(rf"{re.escape(TEMPORARY_PREFIX)}(\w{{8}}-)?step-\d{{8}}", leftover.name):
+            shutil.rmtree(leftover)
 
 
 def _name(step: int) -> str:
@@ -142,10 +165,6 @@ def _checkpoints_dir(train_dir: Path) -> Path:
 def _all_checkpoints(train_dir: Path) -> list[Path]:
     folder = _checkpoints_dir(train_dir)
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
-
-
-def _optimizer_tensors(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {f"{name}/{key}": value for name, p in drafter.named_parameters() for key, value in optimizer.state[p].items()}
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

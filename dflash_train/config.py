@@ -71,6 +71,14 @@ class Schedule(StrEnum):
 
     cosine = "cosine"
     constant = "constant"
+    wsd = "wsd"  # stays, then falls linearly over the last steps (train.decay_share)
+
+
+class OptimizerKind(StrEnum):
+    """What moves the matrices; norms and other vectors always take AdamW."""
+
+    adamw = "adamw"
+    muon = "muon"  # torch.optim.Muon, scaled so that the learning rate of adamw fits
 
 
 class FeatureCodec(StrEnum):
@@ -86,6 +94,14 @@ class EvaluateMode(StrEnum):
     replay = "replay"
     decode = "decode"
     both = "both"
+
+
+class Weights(StrEnum):
+    """Which weights of a checkpoint: the trained ones (raw), their moving average (ema), or auto: ema where there is one."""
+
+    auto = "auto"
+    raw = "raw"
+    ema = "ema"
 
 
 @dataclass
@@ -216,13 +232,17 @@ _POSITIVE_TRAIN_SETTINGS = (
 
 @dataclass
 class TrainConfig:
-    max_steps: int | None = None  # optimizer steps; null: as many as epochs gives
+    max_steps: int | None = None  # optimizer steps; null: as many as epochs gives; raised, a run goes on
     epochs: float = 6.0  # passes over the training samples; max_steps, when set, decides instead
+    optimizer: OptimizerKind = OptimizerKind.adamw  # of the matrices; vectors take AdamW
     lr: float = 6e-4  # peak learning rate
     schedule: Schedule = Schedule.cosine  # of the learning rate, after the warm-up
     warmup_share: float = 0.04  # share of the optimizer steps
-    weight_decay: float = 0.0  # AdamW, on matrices only
+    decay_share: float | None = None  # share of the optimizer steps, the last ones, in which wsd falls to 0; null: 0.2
+    weight_decay: float = 0.0  # decoupled, on matrices only
+    ema: float | None = None  # decay per optimizer step of a moving average of the weights, e.g. 0.999; null: no average
     max_grad_norm: float = 1.0  # global norm the gradient is clipped to
+    max_nonfinite_steps: int = 10  # optimizer steps of a run that may be skipped because loss or gradient are not finite
     tokens_per_step: int = 262144  # context tokens per optimizer step, over all processes
     tokens_per_pack: int = 4096  # context tokens in one forward and backward; a longer document makes a pack of its own
     anchors_per_document: int = 512  # blocks drawn per document and epoch
@@ -250,14 +270,34 @@ class TrainConfig:
         _share("train.warmup_share", self.warmup_share)
         _not_negative("train.weight_decay", self.weight_decay)
         _not_negative("train.loader_workers", self.loader_workers)
+        _not_negative("train.max_nonfinite_steps", self.max_nonfinite_steps)
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UserError(f"train.ema={self.ema} must lie between 0 and 1, both excluded; null: no moving average")
+        self._check_decay_share()
         if self.tokens_per_pack > self.tokens_per_step:
             raise UserError(f"train.tokens_per_pack={self.tokens_per_pack} is larger than train.tokens_per_step={self.tokens_per_step}")
+
+    def _check_decay_share(self) -> None:
+        if self.schedule is not Schedule.wsd:
+            if self.decay_share is not None:
+                raise UserError(f"train.decay_share={self.decay_share} has no effect with train.schedule={self.schedule}, only with wsd")
+        elif self.resolved_decay_share <= 0 or self.resolved_decay_share + self.warmup_share > 1 + 1e-9:
+            raise UserError(
+                f"train.decay_share={self.resolved_decay_share} must be greater than 0 and leave room for "
+                f"train.warmup_share={self.warmup_share}: at most {1 - self.warmup_share:g}"
+            )
+
+    @property
+    def resolved_decay_share(self) -> float:
+        """Share of the optimizer steps in which wsd falls."""
+        return 0.2 if self.decay_share is None else self.decay_share
 
 
 @dataclass
 class EvaluateConfig:
     mode: EvaluateMode = EvaluateMode.replay  # stored answers, real decoding with the target, or both
     checkpoint: str = "best"  # best, latest, or a checkpoint folder
+    weights: Weights = Weights.auto  # of the checkpoint; auto: the moving average (train.ema) where there is one
     prompts: list[str] = field(default_factory=list)  # JSONL prompts for decode; empty: the held-out samples
     max_prompts: int | None = None  # prompts per set; null: all
     max_new_tokens: int = 512  # tokens per decoded answer
@@ -273,6 +313,7 @@ class EvaluateConfig:
 @dataclass
 class ExportConfig:
     checkpoint: str = "best"  # best, latest, or a checkpoint folder
+    weights: Weights = Weights.auto  # of the checkpoint; auto: the moving average (train.ema) where there is one
     dir: str = "${run_dir}/export"  # folder of the drafter that vLLM and SGLang read
 
 

@@ -1,10 +1,16 @@
-"""Starts Accelerate the one way that is right with and without GPUs, and refuses launches that would be several independent jobs."""
+"""Starts Accelerate the one way that is right with and without GPUs, and refuses launches that would be several independent jobs.
+
+Also hears the signals with which a cluster asks a job to end.
+"""
 
 import atexit
 import os
+import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_train.errors import UserError
 
@@ -76,6 +82,29 @@ def from_main_process(accelerator: "Accelerator", work: Callable[[], _T]) -> _T:
     if failed:
         raise SystemExit(1)
     return result
+
+
+class StopRequest:
+    """Within it, SIGTERM and SIGUSR1 are only noted in `came`; what they did before is restored at its end.
+
+    Python sets handlers in its main thread only: in another one nothing is noted and nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._earlier: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
 
 
 def launched_processes() -> int:

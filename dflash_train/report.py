@@ -44,8 +44,8 @@ def markdown(report: dict[str, Any]) -> str:
     head = [
         "# Acceptance of a DFlash drafter",
         "",
-        f"Target `{report['target']}`, drafter `{report['checkpoint']}` (step {report['step']}), block size {report['block_size']}, target "
-        f"layers {report['layer_ids']} (0-based).",
+        f"Target `{report['target']}`, drafter `{report['checkpoint']}` (step {report['step']}, {report['weights_kind']} weights), "
+        f"block size {report['block_size']}, target layers {report['layer_ids']} (0-based).",
         "",
         _TAU,
         "",

@@ -6,9 +6,10 @@ which is undone here; `Accelerator.backward` is not used, because it divides as 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,13 +19,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from dflash_train.acceptance import anchor_tau, replay, summarize
+from dflash_train.acceptance import anchor_counts, anchor_tau, replay, summarize
 from dflash_train.blocks import Blocks
 from dflash_train.drafter import DFlashDraftModel
+from dflash_train.ema import Ema
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
+from dflash_train.launch import StopRequest
 from dflash_train.loss import LossResult, weighted_cross_entropy
-from dflash_train.optimizer import set_lr
+from dflash_train.optimizer import DrafterOptimizer
 from dflash_train.packing import Step, packs_of_rank
 from dflash_train.target import TargetEnds
 from dflash_train.training_data import TrainingPack
@@ -41,29 +44,37 @@ class StepFigures:
     num_tokens: int
     num_blocks: int
     train_anchor_tau: float | None  # mean right prefix + 1 over the step's blocks that lie wholly inside the supervision
+    is_finite: bool = True  # False: the step was skipped because of its loss or gradient
+    stop_asked: bool = False  # a process was asked to stop after this step
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A drafter and its optimizer on this process; `model` is `drafter` as Accelerate wraps it."""
+    """A drafter and its optimizer on this process; `model` is `drafter` as Accelerate wraps it.
+
+    With `ema`, the held-out evaluation measures the moving average. Any process's `stop` is heard by all of them.
+    """
 
     accelerator: Accelerator
     drafter: DFlashDraftModel
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: DrafterOptimizer
     ends: TargetEnds
     max_grad_norm: float
     head_chunk_bytes: int
+    ema: Ema | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def take_step(self, number: int, step: Step, packs: Iterator[TrainingPack], lr: float) -> StepFigures:
         """Takes this process's packs of `step` and updates the weights once.
 
-        A step in which no slot counts leaves weights and optimizer alone. Raises UserError when loss or gradient are not finite.
+        A step in which no slot counts leaves weights, optimizer and average alone. So does one whose loss or gradient is not finite, with
+        a warning.
         """
         self.optimizer.zero_grad()
         num_packs = len(packs_of_rank(step.packs, self.accelerator.process_index, self.accelerator.num_processes))
         try:
-            totals = accumulate(self.accelerator, self.model, packs, num_packs, self._loss)
+            totals, stop_asked = accumulate(self.accelerator, self.model, packs, num_packs, self._loss, self.stop)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {number}: out of memory on {self.accelerator.device}: run again with a smaller train.tokens_per_pack, "
@@ -72,33 +83,37 @@ class Trainer:
         weight_sum, loss_sum, num_tokens, num_blocks, num_whole, num_right = totals.tolist()
         counts = {"num_tokens": int(num_tokens), "num_blocks": int(num_blocks)}
         counts["train_anchor_tau"] = 1 + num_right / num_whole if num_whole else None
+        counts["stop_asked"] = stop_asked
         if weight_sum == 0:
             return StepFigures(loss=None, grad_norm=None, **counts)
         divide_gradients(self.accelerator, self.model, weight_sum)
         grad_norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
         loss = loss_sum / weight_sum
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise UserError(f"step {number}: loss={loss}, gradient norm={grad_norm}; samples of the step: {_sample_ids(step)}")
-        set_lr(self.optimizer, lr)
+            if self.accelerator.is_main_process:
+                what = f"step {number} is skipped: loss={loss}, gradient norm={grad_norm}; samples of the step: {_sample_ids(step)}"
+                print(f"warning: {what}", file=sys.stderr, flush=True)
+            return StepFigures(loss=None, grad_norm=None, is_finite=False, **counts)
+        self.optimizer.set_lr(lr)
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(number - 1)
         return StepFigures(loss=loss, grad_norm=grad_norm, **counts)
 
     def evaluate(self, dataset: FeatureDataset, refs: Sequence[SampleRef], tokens_per_pack: int, seed: int) -> dict[str, Any]:
         """Acceptance of the drafter on the samples `refs`, each walked by one process; `acceptance.summarize` and `anchor_tau`.
 
-        `anchor_tau` is the mean of the processes' own figures.
+        The figures are made of all walks and counts together, so they do not depend on the number of processes.
         """
         share = refs[self.accelerator.process_index :: self.accelerator.num_processes]
         shape = {"block_size": self.drafter.block_size, "mask_token_id": self.drafter.mask_token_id, "tokens_per_pack": tokens_per_pack}
         read = partial(dataset.read, device=self.accelerator.device)
-        with self.accelerator.autocast():
+        with self.ema.swapped() if self.ema else nullcontext(), self.accelerator.autocast():
             walks = replay(self.drafter, self.ends, map(read, share), **shape)
-            estimate = anchor_tau(self.drafter, self.ends, map(read, share), **shape, seed=seed)
+            counts = anchor_counts(self.drafter, self.ends, map(read, share), **shape, seed=seed)
         order = {ref.sample_id: i for i, ref in enumerate(refs)}
         walks = sorted(gather_object(walks), key=lambda walk: order[walk.sample_id])
-        estimates = [value for value in gather_object([estimate]) if value is not None]
-        figures = summarize(walks, self.drafter.block_size, seed)
-        return figures | {"anchor_tau": sum(estimates) / len(estimates) if estimates else None}
+        return summarize(walks, self.drafter.block_size, seed) | {"anchor_tau": anchor_tau(gather_object([counts]))}
 
     def _loss(self, pack: TrainingPack) -> tuple[Tensor, Tensor]:
         embeddings_AKD = F.embedding(pack.blocks.input_ids_AK, self.ends.embedding_VD).to(self.drafter.dtype)
@@ -113,10 +128,12 @@ def accumulate(
     packs: Iterator[_Pack],
     num_packs: int,
     loss: Callable[[_Pack], tuple[Tensor, Tensor]],
-) -> Tensor:
+    stop: StopRequest,
+) -> tuple[Tensor, bool]:
     """Adds the gradients of `num_packs` packs, and the totals that `loss` returns beside its sum, over all processes.
 
-    Gradients are exchanged in the last backward only, so every process has to pass the same `num_packs`.
+    Also tells whether `stop` came to any of them. Gradients are exchanged in the last backward only, so every process has to pass the
+    same `num_packs`.
     """
     totals = []
     for i in range(num_packs):
@@ -124,7 +141,9 @@ def accumulate(
             loss_sum, pack_totals = loss(next(packs))
             loss_sum.backward()
         totals.append(pack_totals)
-    return accelerator.reduce(torch.stack(totals).sum(0), "sum")
+    own = torch.stack(totals).sum(0)
+    summed = accelerator.reduce(torch.cat([own, own.new_tensor([float(stop.came)])]), "sum")
+    return summed[:-1], bool(summed[-1])
 
 
 def divide_gradients(accelerator: Accelerator, model: nn.Module, weight_sum: float) -> None:

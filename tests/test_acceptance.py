@@ -6,7 +6,18 @@ from tiny_drafters import make_drafter, make_ends, make_samples
 from tiny_models import MASK_TOKEN_ID
 
 from dflash_train import acceptance, drafting
-from dflash_train.acceptance import StoredAnswer, Walk, anchor_tau, replay, right_prefix, stored_answers, summarize, tau, walk_answers
+from dflash_train.acceptance import (
+    StoredAnswer,
+    Walk,
+    anchor_counts,
+    anchor_tau,
+    replay,
+    right_prefix,
+    stored_answers,
+    summarize,
+    tau,
+    walk_answers,
+)
 from dflash_train.features.reader import Sample
 
 
@@ -133,7 +144,18 @@ def test_anchor_tau_of_all_whole_blocks(case):
         for a, drafted in zip(inside, pack.draft([0] * len(inside), inside), strict=True):
             prefixes.append(right_prefix(drafted, sample.input_ids_T[a + 1 : a + 4].tolist()))
     settings = dict(block_size=4, mask_token_id=MASK_TOKEN_ID, tokens_per_pack=64)
-    whole = anchor_tau(drafter, ends, samples, **settings, seed=0, share_of_blocks=1.0)
-    assert whole == pytest.approx(1 + sum(prefixes) / len(prefixes))
-    assert anchor_tau(drafter, ends, samples, **settings, seed=1) == anchor_tau(drafter, ends, samples, **settings, seed=1)
-    assert anchor_tau(drafter, ends, [], **settings, seed=0) is None
+    whole = anchor_counts(drafter, ends, samples, **settings, seed=0, share_of_blocks=1.0)
+    assert whole == (len(prefixes), sum(prefixes))
+    assert anchor_tau([whole]) == pytest.approx(1 + sum(prefixes) / len(prefixes))
+    assert anchor_counts(drafter, ends, [], **settings, seed=0) == (0, 0)
+    assert anchor_tau([(0, 0)]) is None
+
+
+def test_anchor_tau_does_not_depend_on_who_drafts_which_sample(case):
+    drafter, ends, samples = case
+    settings = dict(block_size=4, mask_token_id=MASK_TOKEN_ID, tokens_per_pack=64)
+    together = anchor_counts(drafter, ends, samples, **settings, seed=1)
+    for num_processes in (2, 3):
+        shares = [anchor_counts(drafter, ends, samples[rank::num_processes], **settings, seed=1) for rank in range(num_processes)]
+        assert anchor_tau(shares) == anchor_tau([together])
+    assert len({anchor_counts(drafter, ends, samples, **settings, seed=seed) for seed in range(8)}) > 1

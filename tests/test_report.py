@@ -25,6 +25,7 @@ def example() -> dict:
         "target": "models/tiny",
         "checkpoint": "step-00000020",
         "step": 20,
+        "weights_kind": "ema",
         "block_size": 4,
         "layer_ids": [1, 3],
         "sets": [
@@ -44,6 +45,7 @@ def test_files_are_written(tmp_path):
 
 def test_page_has_a_row_per_set_and_per_number_of_accepted_tokens():
     page = markdown(example())
+    assert "drafter `step-00000020` (step 20, ema weights), block size 4" in page
     assert "| heldout | replay | 1.750 | [1.000, 2.000] | 1.500 | 2 | 4 | unknown |" in page
     assert "| heldout | 20.000 | 15.500 | 30 | 28 | 2 | 0 | 1.746 | 27 |" in page
     assert "| 0 | 2 | - | - |\n| 1 | 1 | 50.0% | 50.0% |\n| 2 | 0 | 25.0% | 50.0% |\n| 3 | 1 | 25.0% | 100.0% |" in page

@@ -6,7 +6,7 @@ Comes in: the exported `config.json`, the feature contract, and the report of `s
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_train.config import LayerType
+from dflash_train.config import LayerType, Weights
 from dflash_train.layers import Convention, FeatureContract
 
 _CHECKED = """\
@@ -32,7 +32,8 @@ class Provenance:
     target: str  # path or hub id of the target
     step: int  # optimizer steps of the exported checkpoint
     answers_from_target: str  # true, false or unknown: whether the target itself wrote the training answers
-    report: dict[str, Any] | None  # report.json of stage=evaluate about this checkpoint
+    report: dict[str, Any] | None  # report.json of stage=evaluate about these weights
+    weights: Weights = Weights.raw  # raw, or ema: their moving average
 
 
 def model_card(config: dict[str, Any], contract: FeatureContract, provenance: Provenance) -> str:
@@ -57,7 +58,7 @@ only: it reads the target's hidden states and borrows its embedding and head.
 - Layers: {_layers(config)}, hidden size {config["hidden_size"]}
 - Block size: {block_size}, the last committed token and {block_size - 1} mask tokens (id {mask_token_id})
 - Training: {provenance.step} optimizer steps; answers written by the target itself: {provenance.answers_from_target}
-- Weights: bfloat16, trained in float32"""
+- Weights: bfloat16, trained in float32{", moving average of the steps" if provenance.weights is Weights.ema else ""}"""
 
 
 def _layers(config: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from dflash_train.acceptance import Walk, replay, right_prefix, stored_answers, summarize, tau
 from dflash_train.capture import Capture
 from dflash_train.chat import ChatTemplate
-from dflash_train.checkpoint import load_drafter, resolve_checkpoint, weights_digest
+from dflash_train.checkpoint import choose_weights, load_drafter, resolve_checkpoint, weights_digest
 from dflash_train.config import Config, Dtype, EvaluateMode, Stage, TargetConfig
 from dflash_train.conversations import RowLedger, read_prompts
 from dflash_train.decoding import Agreement, compare, plain, refuse_without_rollback, speculative
@@ -82,7 +82,8 @@ class Evaluation:
     def __init__(self, config: Config, accelerator: Accelerator, folder: Path) -> None:
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.checkpoint = resolve_checkpoint(stage_dir(config, Stage.train), config.evaluate.checkpoint, "evaluate.checkpoint")
-        drafter, self.state = load_drafter(self.checkpoint, accelerator.device)
+        self.weights = choose_weights(self.checkpoint, config.evaluate.weights, "evaluate.weights")
+        drafter, self.state = load_drafter(self.checkpoint, accelerator.device, self.weights)
         self.drafter = drafter.to(_dtype(config.target)).eval()  # as served: in the target's dtype
         self.contract = FeatureContract.from_dict(self.state["contract"])
         settings = config.features
@@ -106,7 +107,8 @@ class Evaluation:
             "target": self.config.target.path,
             "checkpoint": self.checkpoint.name,
             "step": self.state["step"],
-            "weights": weights_digest(self.checkpoint),
+            "weights": weights_digest(self.checkpoint, self.weights),
+            "weights_kind": str(self.weights),
             "block_size": self.drafter.block_size,
             "layer_ids": list(self.contract.layer_ids.ids),
             "drafter": self.drafter.config.to_dict(),

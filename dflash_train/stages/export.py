@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_train.checkpoint import load_drafter, resolve_checkpoint, weights_digest
+from dflash_train.checkpoint import choose_weights, load_drafter, resolve_checkpoint, weights_digest
 from dflash_train.config import Config, Stage
 from dflash_train.errors import UserError
 from dflash_train.launch import refuse_several_processes
@@ -26,28 +26,28 @@ def run(config: Config) -> None:
     folder = stage_dir(config, Stage.export)
     refuse_foreign_folder(folder)
     checkpoint = resolve_checkpoint(stage_dir(config, Stage.train), config.export.checkpoint, "export.checkpoint")
-    drafter, state = load_drafter(checkpoint, "cpu")
+    weights = choose_weights(checkpoint, config.export.weights, "export.weights")
+    drafter, state = load_drafter(checkpoint, "cpu", weights)
     contract = FeatureContract.from_dict(state["contract"])
     wanted = contract_for(config.target, config.features.layer_ids, config.features.teacher_state, config.data.template_kwargs)
     contract.require_equal(wanted, f"checkpoint {checkpoint}", "the config with its target")
 
-    report = _report_about(checkpoint, stage_dir(config, Stage.evaluate) / "report.json")
-    card = model_card(
-        zlab_config(drafter.config), contract, Provenance(config.target.path, state["step"], state["answers_from_target"], report)
-    )
+    report = _report_about(weights_digest(checkpoint, weights), stage_dir(config, Stage.evaluate) / "report.json")
+    provenance = Provenance(config.target.path, state["step"], state["answers_from_target"], report, weights)
+    card = model_card(zlab_config(drafter.config), contract, provenance)
     open_stage_dir(config, Stage.export)
     shapes = write_drafter(folder, drafter.config, drafter.state_dict(), contract, card)
-    print(f"exported {checkpoint.name}: {len(shapes)} tensors in bfloat16 to {folder}; README.md says how to serve it")
+    print(f"exported {checkpoint.name}: {len(shapes)} tensors in bfloat16 ({weights} weights) to {folder}; README.md says how to serve it")
     if report is not None:
         print("\n".join(["measured by stage=evaluate:", *console_lines(report)]))
 
 
-def _report_about(checkpoint: Path, path: Path) -> dict[str, Any] | None:
-    """The report at `path`, if it is about the weights of `checkpoint` and not about those of an earlier run or step."""
+def _report_about(digest: str, path: Path) -> dict[str, Any] | None:
+    """The report at `path`, if it is about the weights of this `digest` and not about those of an earlier run or step."""
     if not path.exists():
         return None
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    return report if report.get("weights") == weights_digest(checkpoint) else None
+    return report if report.get("weights") == digest else None

@@ -2,8 +2,8 @@
 
 Reads the features, and of the target only its config, tokenizer, embedding and head. Writes into `run_dir/train`: `checkpoints/`,
 `best.json` (by held-out replay tau) and `metrics.jsonl`. What decides the weights is in each checkpoint's state and compared when a run
-continues: contract, data, seed and the settings of `_identity`. Every step and draw is a function of these, so a run that was killed
-ends with the weights of one that was not.
+continues: contract, data, seed and the settings of `_identity`. Every step and draw is a function of these and of the number of steps, so
+a run that was killed or asked to stop (SIGTERM, SIGUSR1) ends with the weights of one that was not. The number of steps may be raised.
 """
 
 import random
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 
 from dflash_train.checkpoint import (
     latest_checkpoint,
+    load_ema,
     load_optimizer,
     load_weights,
     read_state,
@@ -29,6 +30,7 @@ from dflash_train.checkpoint import (
 from dflash_train.config import Config, InitFrom, MixedPrecision, Stage
 from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.drafter_init import init_from_target
+from dflash_train.ema import Ema
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.launch import from_main_process, keep_until_exit, make_accelerator
@@ -42,8 +44,12 @@ from dflash_train.tracking import Tracker
 from dflash_train.trainer import StepFigures, Trainer
 from dflash_train.training_data import PackReader, TrainingPack, load_packs
 
-# settings of `train` that may change when a run continues: they decide the weights no further than rounding
+# settings of `train` that may change when a run continues: they decide the weights no further than rounding, but for the number of steps,
+# which the learning rate follows
 _FREE = {
+    "max_steps",
+    "epochs",
+    "max_nonfinite_steps",
     "head_chunk_bytes",
     "loader_workers",
     "log_every_steps",
@@ -57,6 +63,8 @@ _FREE = {
     "wandb_name",
 }
 
+_FIRST_STATE = {"step": 0, "epoch": 0, "skipped_steps": 0, "nonfinite_steps": 0, "best": None, "replay": None}
+
 
 def run(config: Config) -> None:
     """Trains to the end of the plan, from the newest checkpoint of the run folder if there is one."""
@@ -68,12 +76,31 @@ def run(config: Config) -> None:
         raise UserError(f"{dataset.folder} has no training sample with two supervised tokens: there is nothing to train on")
     identity = _identity(config, dataset, contract, len(refs))
     checkpoint = _checkpoint_to_continue(config, identity)
+    plan = _plan(config, refs)
+    total_steps = config.train.max_steps or plan.num_steps(config.train.epochs)
+    progress = read_state(checkpoint) if checkpoint else _FIRST_STATE | {"total_steps": total_steps}
+    _compare_lengths(progress, total_steps, accelerator.is_main_process)
     train_dir = open_stage_dir(config, Stage.train, accelerator.is_main_process)
 
     trainer = _make_trainer(config, accelerator, dataset, refs, checkpoint)
-    progress = read_state(checkpoint) if checkpoint else {"step": 0, "epoch": 0, "skipped_steps": 0, "best": None, "replay": None}
-    _Run(config, train_dir, dataset, refs, trainer, progress | identity).train()
+    _Run(config, train_dir, dataset, plan, trainer, progress | identity | {"total_steps": total_steps}).train()
     accelerator.end_training()
+
+
+def _plan(config: Config, refs: list[SampleRef]) -> RunPlan:
+    settings = config.train
+    return RunPlan(refs, config.seed, settings.tokens_per_step, settings.tokens_per_pack, settings.shuffle_shards)
+
+
+def _compare_lengths(progress: dict[str, Any], total_steps: int, is_main_process: bool) -> None:
+    """Says that a run goes on with another number of steps. Raises UserError when it has taken more already."""
+    if total_steps < progress["step"]:
+        raise UserError(
+            f"train.max_steps or train.epochs give {total_steps} optimizer steps, but the run has taken {progress['step']}: "
+            "a run can be made longer, not shorter than it is"
+        )
+    if total_steps != progress["total_steps"] and is_main_process:
+        print(f"the learning rate schedule now spans {total_steps} instead of {progress['total_steps']} optimizer steps", flush=True)
 
 
 def _checked_contract(config: Config, dataset: FeatureDataset) -> FeatureContract:
@@ -142,9 +169,12 @@ def _make_trainer(
         load_weights(checkpoint, drafter)
     elif config.drafter.init_from is InitFrom.target:
         init_from_target(drafter, config.target, dataset.read(refs[0]).features_TLD)
-    optimizer = make_optimizer(drafter.to(accelerator.device), config.train.weight_decay)
+    optimizer = make_optimizer(drafter.to(accelerator.device), config.train.weight_decay, config.train.optimizer)
+    ema = Ema(drafter, config.train.ema) if config.train.ema else None
     if checkpoint is not None:
-        load_optimizer(checkpoint, drafter, optimizer)
+        load_optimizer(checkpoint, optimizer)
+        if ema is not None:
+            load_ema(checkpoint, ema)
     head_dtype = torch.bfloat16 if config.train.mixed_precision is MixedPrecision.bf16 else torch.float32
     return Trainer(
         accelerator=accelerator,
@@ -154,6 +184,7 @@ def _make_trainer(
         ends=load_ends(config.target, accelerator.device, head_dtype),
         max_grad_norm=config.train.max_grad_norm,
         head_chunk_bytes=config.train.head_chunk_bytes,
+        ema=ema,
     )
 
 
@@ -178,24 +209,23 @@ class _Run:
     """The loop over the plan's steps: when it logs, evaluates and saves. `state` is what `state.json` holds."""
 
     def __init__(
-        self, config: Config, train_dir: Path, dataset: FeatureDataset, refs: list[SampleRef], trainer: Trainer, state: dict[str, Any]
+        self, config: Config, train_dir: Path, dataset: FeatureDataset, plan: RunPlan, trainer: Trainer, state: dict[str, Any]
     ) -> None:
         self.config, self.settings, self.train_dir, self.dataset = config, config.train, train_dir, dataset
-        self.trainer, self.state = trainer, state
+        self.plan, self.trainer, self.state = plan, trainer, state
         self.is_main_process = trainer.accelerator.is_main_process
-        settings = config.train
-        self.plan = RunPlan(refs, config.seed, settings.tokens_per_step, settings.tokens_per_pack, settings.shuffle_shards)
-        self.total_steps = settings.max_steps or self.plan.num_steps(settings.epochs)
+        self.total_steps = state["total_steps"]
         self.heldout = self._heldout_samples()
         self.rates = _Rates()
 
     def train(self) -> None:
-        """Takes the steps that are left, and says which checkpoint is the best one."""
+        """Takes the steps that are left, or those until it is asked to stop, and says which checkpoint is the best one."""
         first = self.state["step"]
         if self.is_main_process:
             record_best(self.train_dir, self.state["best"])  # a kill may have come between a checkpoint and this record
         wandb = {"wandb_project": self.settings.wandb_project, "wandb_name": self.settings.wandb_name}
         with (
+            self.trainer.stop,
             Tracker(self.train_dir, first, self.is_main_process, settings=asdict(self.config), **wandb) as tracker,
             Progress("train", self.total_steps, "steps", self.is_main_process) as progress,
             closing(self._packs(first)) as packs,
@@ -203,16 +233,40 @@ class _Run:
             progress.skip(first)
             for number, step in enumerate(self.plan.steps(first, self.total_steps), start=first + 1):
                 started = time.monotonic()
-                lr = lr_at(number - 1, self.total_steps, self.settings.lr, self.settings.warmup_share, self.settings.schedule)
+                lr = self._lr(number - 1)
                 figures = self.trainer.take_step(number, step, packs, lr)
                 self.rates.add(figures, time.monotonic() - started)
                 self.state |= {"step": number, "epoch": step.epoch, "replay": None}
-                self.state["skipped_steps"] += figures.loss is None
+                self.state["skipped_steps"] += figures.loss is None and figures.is_finite
+                self.state["nonfinite_steps"] += not figures.is_finite
                 self._log(tracker, figures, lr)
-                self._evaluate_and_save(tracker)
+                if not figures.is_finite:
+                    from_main_process(self.trainer.accelerator, self._refuse_many_nonfinite_steps)
+                self._evaluate_and_save(tracker, figures.stop_asked)
                 progress.advance(1, self._note(figures))
+                if figures.stop_asked:
+                    break
         if self.is_main_process:
-            print(f"train: {self.state['step']} steps, {self._best()}; checkpoints in {self.train_dir / 'checkpoints'}", flush=True)
+            print(self._last_line(), flush=True)
+
+    def _lr(self, step: int) -> float:
+        settings = self.settings
+        return lr_at(step, self.total_steps, settings.lr, settings.warmup_share, settings.schedule, settings.resolved_decay_share)
+
+    def _last_line(self) -> str:
+        step, folder = self.state["step"], self.train_dir / "checkpoints"
+        if step == self.total_steps:
+            return f"train: {step} steps, {self._best()}; checkpoints in {folder}"
+        how = f"asked to stop, ended after step {step} of {self.total_steps} with a checkpoint in {folder}"
+        return f"train: {how}; the same command continues"
+
+    def _refuse_many_nonfinite_steps(self) -> None:
+        num, limit = self.state["nonfinite_steps"], self.settings.max_nonfinite_steps
+        if num > limit:
+            raise UserError(
+                f"{num} steps of the run were skipped because loss or gradient were not finite, more than "
+                f"train.max_nonfinite_steps={limit}: look at the samples in the warnings, or start anew with a lower train.lr"
+            )
 
     def _heldout_samples(self) -> list[SampleRef]:
         """The held-out samples to replay: the same random ones at every evaluation, because shards keep equal lengths together."""
@@ -239,12 +293,12 @@ class _Run:
     def _log(self, tracker: Tracker, figures: StepFigures, lr: float) -> None:
         if not self._is_due(self.settings.log_every_steps):
             return
-        position = {name: self.state[name] for name in ("step", "epoch", "skipped_steps")}
+        position = {name: self.state[name] for name in ("step", "epoch", "skipped_steps", "nonfinite_steps")}
         shown = {"loss": figures.loss, "lr": lr, "grad_norm": figures.grad_norm, "train_anchor_tau": figures.train_anchor_tau}
         tracker.log(position | shown | self.rates.per_second())
         self.rates = _Rates()
 
-    def _evaluate_and_save(self, tracker: Tracker) -> None:
+    def _evaluate_and_save(self, tracker: Tracker, stop_asked: bool) -> None:
         """A new best is always saved, so that `best.json` never names a checkpoint that is not there."""
         is_new_best = False
         if self.heldout and self._is_due(self.settings.evaluate_every_steps):
@@ -255,11 +309,11 @@ class _Run:
             self.state["replay"] = replay
             if is_new_best:
                 self.state["best"] = {"step": self.state["step"], "tau": replay["tau"]}
-        if is_new_best or self._is_due(self.settings.checkpoint_every_steps):
+        if is_new_best or stop_asked or self._is_due(self.settings.checkpoint_every_steps):
             from_main_process(self.trainer.accelerator, self._save)
 
     def _save(self) -> None:
-        save_checkpoint(self.train_dir, self.trainer.drafter, self.trainer.optimizer, self.state)
+        save_checkpoint(self.train_dir, self.trainer.drafter, self.trainer.optimizer, self.state, self.trainer.ema)
         record_best(self.train_dir, self.state["best"])
         remove_old_checkpoints(self.train_dir, self.settings.keep_checkpoints)
 

@@ -26,9 +26,12 @@ from dflash_train.config import (
     RegenerateConfig,
     Stage,
     TargetConfig,
+    Weights,
 )
+from dflash_train.ema import Ema
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset
+from dflash_train.optimizer import make_optimizer
 from dflash_train.stages import evaluate, extract, prepare, regenerate
 from dflash_train.target import load_config, load_ends
 
@@ -72,8 +75,10 @@ def _save_fitted_drafter(config, train_dir):
     fit(drafter, ends, heldout, steps=40)
     train_dir.mkdir(parents=True)
     state = {"step": 20, "contract": features.contract.to_dict()}
-    save_checkpoint(train_dir, drafter, torch.optim.AdamW(drafter.parameters()), state)
+    save_checkpoint(train_dir, drafter, make_optimizer(drafter, weight_decay=0.0), state)
     record_best(train_dir, {"step": 20, "tau": 1.5})
+    ema = Ema(make_drafter(config.drafter.resolved_layer_types, 6, K, load_config(config.target)), decay=0.9)
+    save_checkpoint(train_dir, drafter, make_optimizer(drafter, weight_decay=0.0), state | {"step": 30}, ema)  # averages of no training
 
 
 def run(config, **changes):
@@ -128,6 +133,17 @@ def test_replay_alone_does_not_load_the_target(config, monkeypatch):
     monkeypatch.setattr(evaluate, "load_target", lambda *_: pytest.fail("the target was loaded"))
     (only,) = run(config, mode=EvaluateMode.replay, max_prompts=2)["sets"]
     assert only["mode"] == "replay" and only["num_prompts"] == 2
+
+
+def test_the_weights_that_were_measured_are_named(config):
+    settings = {"mode": EvaluateMode.replay, "checkpoint": "latest"}
+    measured = {wanted: run(config, **settings, weights=wanted) for wanted in (Weights.auto, Weights.ema, Weights.raw)}
+    assert [report["weights_kind"] for report in measured.values()] == ["ema", "ema", "raw"]
+    assert measured["auto"] == measured["ema"]
+    assert measured["ema"]["weights"] != measured["raw"]["weights"]
+    assert measured["ema"]["sets"][0]["tau"] < measured["raw"]["sets"][0]["tau"]
+    with pytest.raises(UserError, match=r"evaluate\.weights=ema, but .*step-00000020 holds no moving average"):
+        run(config, weights=Weights.ema)
 
 
 def test_prompts_from_files(config, tmp_path):

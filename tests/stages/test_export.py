@@ -7,10 +7,12 @@ import tiny_models
 import torch
 
 from dflash_train.checkpoint import save_checkpoint, weights_digest
-from dflash_train.config import Config, DrafterConfig, ExportConfig, FeaturesConfig, Stage, TargetConfig
+from dflash_train.config import Config, DrafterConfig, ExportConfig, FeaturesConfig, Stage, TargetConfig, Weights
 from dflash_train.drafter import DFlashDraftModel, drafter_config
+from dflash_train.ema import Ema
 from dflash_train.errors import UserError
 from dflash_train.layers import LayerIds
+from dflash_train.optimizer import make_optimizer
 from dflash_train.stages.export import run
 from dflash_train.target import contract_for, load_config
 
@@ -25,14 +27,18 @@ def config(tmp_path):
     contract = contract_for(target, list(layer_ids.ids), False, {})
     state = {"step": 20, "contract": contract.to_dict(), "answers_from_target": "true"}
     (tmp_path / "train").mkdir()
-    save_checkpoint(tmp_path / "train", drafter, torch.optim.AdamW(drafter.parameters()), state)
+    optimizer = make_optimizer(drafter, weight_decay=0.0)
+    save_checkpoint(tmp_path / "train", drafter, optimizer, state)
+    ema = Ema(drafter, decay=0.9)
+    ema.tensors["norm.weight"].fill_(3.0)
+    save_checkpoint(tmp_path / "train", drafter, optimizer, state | {"step": 21}, ema)
     return Config(
         stage=Stage.export,
         run_dir=str(tmp_path),
         target=target,
         features=FeaturesConfig(layer_ids=[1, 3, 4], dir=str(tmp_path / "extract")),
         drafter=settings,
-        export=ExportConfig(checkpoint="latest", dir=str(tmp_path / "served")),
+        export=ExportConfig(checkpoint=str(tmp_path / "train" / "checkpoints" / "step-00000020"), dir=str(tmp_path / "served")),
     )
 
 
@@ -65,6 +71,29 @@ def test_a_report_about_other_weights_is_not_quoted(config, tmp_path):
     (tmp_path / "evaluate" / "report.json").write_text(json.dumps({"step": 20, "weights": "of an earlier run", "sets": []}))
     run(config)
     assert "tau: not measured (no report" in (tmp_path / "served" / "README.md").read_text()
+
+
+def test_ema_weights_are_exported_with_the_report_about_them(config, tmp_path, capsys):
+    (tmp_path / "evaluate").mkdir()
+    latest = tmp_path / "train" / "checkpoints" / "step-00000021"
+    digests = {kind: weights_digest(latest, kind) for kind in (Weights.raw, Weights.ema)}
+    assert digests["raw"] == weights_digest(latest.with_name("step-00000020")) != digests["ema"]
+    report = {"step": 21, "weights": digests["ema"], "block_size": 4, "dtype": "float32", "sets": []}
+    (tmp_path / "evaluate" / "report.json").write_text(json.dumps(report))
+    config.export.checkpoint = "latest"
+    for wanted, norm, kind in ((Weights.auto, 3.0, "ema"), (Weights.ema, 3.0, "ema"), (Weights.raw, 1.0, "raw")):
+        config.export.weights = wanted
+        run(config)
+        assert f"14 tensors in bfloat16 ({kind} weights)" in capsys.readouterr().out
+        served, card = DFlashDraftModel.from_pretrained(tmp_path / "served"), (tmp_path / "served" / "README.md").read_text()
+        assert (served.norm.weight == norm).all()
+        assert ("moving average of the steps" in card) == ("tau: not measured" not in card) == (kind == "ema")
+
+
+def test_ema_weights_that_are_not_there_are_refused(config):
+    config.export.weights = Weights.ema
+    with pytest.raises(UserError, match=r"export\.weights=ema, but .*step-00000020 holds no moving average .*; allowed here: auto, raw"):
+        run(config)
 
 
 def test_what_a_killed_export_left_does_not_stop_the_next(config, tmp_path):

@@ -7,31 +7,43 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from omegaconf import OmegaConf
+from process_groups import run_group
 from safetensors.torch import load_file, save_file
 from tiny_models import MASK_TOKEN_ID, make_qwen3, make_tokenizer
 
-from dflash_train.checkpoint import best_checkpoint, latest_checkpoint, load_drafter
+from dflash_train.checkpoint import best_checkpoint, latest_checkpoint, load_drafter, read_state
 from dflash_train.config import (
     Config,
     DataConfig,
     DrafterConfig,
+    EvaluateConfig,
     FeaturesConfig,
     LayerType,
     MixedPrecision,
+    OptimizerKind,
+    Schedule,
     Stage,
     TargetConfig,
     TrainConfig,
+    Weights,
 )
 from dflash_train.errors import UserError
-from dflash_train.features.reader import FeatureDataset
-from dflash_train.stages import extract, prepare, train
-from dflash_train.trainer import Trainer
+from dflash_train.features.reader import FeatureDataset, SampleRef
+from dflash_train.optimizer import lr_at
+from dflash_train.packing import Step
+from dflash_train.stages import evaluate, extract, prepare, train
+from dflash_train.trainer import StepFigures, Trainer
+from dflash_train.training_data import TrainingPack
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
@@ -99,11 +111,12 @@ def rows(config: Config, key: str) -> list[dict]:
 
 
 def assert_same_end(config: Config, undisturbed: Config) -> None:
-    """Equal bits in weights, optimizer and state; every step and evaluation once, with the same figures."""
+    """Equal bits in weights, optimizer, average and state; every step and evaluation once, with the same figures."""
     here, there = latest_checkpoint(train_dir(config)), latest_checkpoint(train_dir(undisturbed))
-    assert here.name == there.name == f"step-{STEPS:08}"
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "config.json"):
-        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+    assert here.name == there.name == f"step-{undisturbed.train.max_steps:08}"
+    assert {path.name for path in here.iterdir()} == {path.name for path in there.iterdir()}
+    for path in here.iterdir():
+        assert path.read_bytes() == (there / path.name).read_bytes(), path.name
     assert (train_dir(config) / "best.json").read_bytes() == (train_dir(undisturbed) / "best.json").read_bytes()
     for key in ("loss", "tau"):
         assert [(row["step"], row[key]) for row in rows(config, key)] == [(row["step"], row[key]) for row in rows(undisturbed, key)]
@@ -154,19 +167,26 @@ def test_stopped_between_two_checkpoints_it_ends_as_if_undisturbed(
     assert_same_end(config, undisturbed)
 
 
-def test_killed_at_once_it_ends_as_if_undisturbed(prepared: Config, undisturbed: Config, tmp_path: Path) -> None:
-    config = with_train(prepared, tmp_path)
+def forty_steps(prepared: Config, run_dir: Path, **settings: object) -> Config:
+    """A run whose only checkpoints before the last are at steps 13, 26 and 39."""
+    return with_train(prepared, run_dir, max_steps=40, checkpoint_every_steps=13, evaluate_every_steps=40, **settings)
+
+
+def test_killed_at_step_13_of_40_it_ends_as_in_one_go(prepared: Config, tmp_path: Path) -> None:
+    """Muon has AdamW beside it for the vectors, so this is every kind of optimizer state, and the average."""
+    settings = {"optimizer": OptimizerKind.muon, "schedule": Schedule.wsd, "ema": 0.9}
+    whole, config = (forty_steps(prepared, tmp_path / name, **settings) for name in ("whole", "killed"))
+    train.run(whole)
     command = [sys.executable, "-m", "dflash_train", *arguments(config)]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        metrics = train_dir(config) / "metrics.jsonl"
-        while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 8):
+        while process.poll() is None and latest_checkpoint(train_dir(config)) is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert latest_checkpoint(train_dir(config)) is not None, (tmp_path / "log").read_text()
+    assert latest_checkpoint(train_dir(config)).name == "step-00000013", (tmp_path / "log").read_text()
     train.run(config)
-    assert_same_end(config, undisturbed)
+    assert_same_end(config, whole)
 
 
 def test_two_processes_see_the_losses_of_one(prepared: Config, undisturbed: Config, tmp_path: Path) -> None:
@@ -180,6 +200,116 @@ def test_two_processes_see_the_losses_of_one(prepared: Config, undisturbed: Conf
     ours, theirs = ([(row["num_prompts"], row["num_verifications"] > 0) for row in rows(side, "tau")] for side in (config, undisturbed))
     assert ours == theirs  # every held-out sample is walked once
     train.run(with_train(config, tmp_path, checkpoint_every_steps=5))  # the checkpoint of two processes is one for any number
+
+
+@pytest.fixture(scope="module")
+def groups(prepared: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    """40 steps on 1, 2 and 3 processes, and runs on 1 and 2 that a signal to their last process stopped after step 17."""
+    folder = tmp_path_factory.mktemp("groups")
+    names = ("1", "2", "3", "1 SIGTERM", "2 SIGUSR1")
+    configs = {name: forty_steps(prepared, folder / name.replace(" ", "-")) for name in names}
+    for config in configs.values():
+        Path(config.run_dir).mkdir()
+        OmegaConf.save(OmegaConf.structured(config), Path(config.run_dir) / "settings.yaml")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, __file__, folder], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (folder / "output").write_text(done.stdout)
+    return configs
+
+
+def samples_by_step(config: Config) -> dict[str, list[str]]:
+    """What all processes of a run read in each step."""
+    found: dict[str, list[str]] = {}
+    for path in Path(config.run_dir).glob("samples-*.json"):
+        for step, ids in json.loads(path.read_text()).items():
+            found[step] = sorted(found.get(step, []) + ids)
+    return found
+
+
+@pytest.mark.parametrize("size", ["2", "3"])
+def test_several_processes_read_the_samples_and_see_the_losses_of_one(groups: dict[str, Config], size: str) -> None:
+    alone = groups["1"]
+    assert len(list(Path(groups[size].run_dir).glob("samples-*.json"))) == int(size)
+    assert samples_by_step(groups[size]) == samples_by_step(alone) and len(samples_by_step(alone)) == 40
+    ours, theirs = ([row["loss"] for row in rows(side, "loss")] for side in (groups[size], alone))
+    assert len(ours) == 40 and ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["1 SIGTERM", "2 SIGUSR1"])
+def test_a_signal_ends_the_run_whole_and_it_goes_on_from_there(groups: dict[str, Config], name: str) -> None:
+    config = groups[name]
+    checkpoints = train_dir(config) / "checkpoints"
+    said = f"train: asked to stop, ended after step 17 of 40 with a checkpoint in {checkpoints}; the same command continues"
+    assert (Path(config.run_dir).parent / "output").read_text().splitlines().count(said) == 1
+    assert latest_checkpoint(train_dir(config)).name == "step-00000017"
+    train.run(config)  # on one process, whatever wrote the checkpoint
+    if name == "1 SIGTERM":
+        assert_same_end(config, groups["1"])
+    ours, theirs = ([row["loss"] for row in rows(side, "loss")] for side in (config, groups["1"]))
+    assert len(ours) == 40 and ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_finished_run_can_be_made_longer_and_not_shorter(
+    prepared: Config, undisturbed: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(undisturbed.run_dir, tmp_path / "run")
+    longer = with_train(undisturbed, tmp_path / "run", max_steps=24, max_nonfinite_steps=3)
+    train.run(longer)
+    said = "the learning rate schedule now spans 24 instead of 20 optimizer steps"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    logged = rows(longer, "loss")
+    assert [row["step"] for row in logged] == list(range(1, 25))
+    assert logged[20]["lr"] == pytest.approx(lr_at(20, 24, 3e-3, 0.04, Schedule.cosine))
+    assert read_state(latest_checkpoint(train_dir(longer)))["total_steps"] == 24
+    train.run(longer)
+    assert "schedule" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"train\.max_steps or train\.epochs give 23 optimizer steps, but the run has taken 24"):
+        train.run(with_train(longer, tmp_path / "run", max_steps=23))
+    with pytest.raises(UserError, match=r"train\.epochs give 2 optimizer steps, but the run has taken 24"):
+        train.run(with_train(longer, tmp_path / "run", max_steps=None, epochs=0.5))
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(
+    prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_train(prepared, tmp_path, max_steps=8, max_nonfinite_steps=2, ema=0.9)
+    take_step = Trainer.take_step
+
+    def without_some(self: Trainer, number: int, step: Step, packs: Iterator[TrainingPack], lr: float) -> StepFigures:
+        if number not in (2, 4, 6):
+            return take_step(self, number, step, packs, lr)
+
+        def spoiled() -> Iterator[TrainingPack]:
+            for pack in packs:
+                pack.features_TLD.fill_(float("inf"))
+                yield pack
+
+        return take_step(self, number, step, spoiled(), lr)
+
+    monkeypatch.setattr(Trainer, "take_step", without_some)
+    with pytest.raises(UserError, match=r"^3 steps of the run were skipped .* more than train\.max_nonfinite_steps=2: look at the samples"):
+        train.run(config)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: step ")]
+    assert [line.split(":")[1] for line in warnings] == [" step 2 is skipped", " step 4 is skipped", " step 6 is skipped"]
+    assert [row["nonfinite_steps"] for row in rows(config, "loss")] == [0, 1, 1, 2, 2, 3]
+    assert [row["loss"] is None for row in rows(config, "loss")] == [False, True, False, True, False, True]
+    train.run(with_train(config, tmp_path, max_nonfinite_steps=3))
+    state = read_state(latest_checkpoint(train_dir(config)))
+    assert (state["nonfinite_steps"], state["skipped_steps"]) == (3, 0)
+
+
+def test_the_average_is_what_picks_the_best(prepared: Config, tmp_path: Path) -> None:
+    config = with_train(prepared, tmp_path, max_steps=10, ema=0.999)
+    train.run(config)
+    best = best_checkpoint(train_dir(config))
+    raw, averaged = (load_file(best / name) for name in ("model.safetensors", "ema.safetensors"))
+    assert raw.keys() == averaged.keys() and {tensor.dtype for tensor in averaged.values()} == {torch.float32}
+    assert any(not torch.equal(raw[name], averaged[name]) for name in raw)
+    (row,) = rows(config, "tau")
+    evaluate.run(replace(config, stage=Stage.evaluate, evaluate=EvaluateConfig(weights=Weights.auto)))
+    report = json.loads((tmp_path / "evaluate" / "report.json").read_text())
+    assert report["weights_kind"] == "ema" and report["sets"][0]["tau"] == row["tau"]
 
 
 def test_resume_refuses_another_run_and_shows_both_sides(undisturbed: Config) -> None:
@@ -234,3 +364,35 @@ def test_mixed_precision_keeps_fp32_masters(prepared: Config, tmp_path: Path) ->
     tensors = load_file(latest_checkpoint(train_dir(config)) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert any((tensor.bfloat16().float() != tensor).any() for tensor in tensors.values())
+
+
+def _train_in_groups(folder: Path) -> None:
+    """Runs each `folder/SIZE[-SIGNAL]/settings.yaml`; each process writes what it read in each step beside it."""
+    for path in sorted(folder.glob("*/settings.yaml")):
+        size, _, stop = path.parent.name.partition("-")
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        run_group(int(size), partial(_train_recorded, config, int(size), getattr(signal, stop, None)))
+
+
+def _train_recorded(config: Config, size: int, stop: signal.Signals | None) -> None:
+    rank, step, ids = int(os.environ.get("RANK", 0)), 0, defaultdict(list)
+    take_step, read = Trainer.take_step, FeatureDataset.read_encoded
+
+    def noted_step(self: Trainer, number: int, *rest: object) -> StepFigures:
+        nonlocal step
+        step = number
+        if stop is not None and number == 17 and rank == size - 1:
+            os.kill(os.getpid(), stop)
+        return take_step(self, number, *rest)
+
+    def noted_read(self: FeatureDataset, refs: list[SampleRef], *rest: object, **more: object) -> object:
+        ids[step] += [ref.sample_id for ref in refs]
+        return read(self, refs, *rest, **more)
+
+    Trainer.take_step, FeatureDataset.read_encoded = noted_step, noted_read
+    train.run(config)
+    (Path(config.run_dir) / f"samples-{rank}.json").write_text(json.dumps(ids))
+
+
+if __name__ == "__main__":
+    _train_in_groups(Path(sys.argv[1]))
