@@ -17,7 +17,7 @@ from dflash_train.blocks import build_blocks, draw_anchors
 from dflash_train.errors import UserError
 from dflash_train.features.reader import SampleRef
 from dflash_train.optimizer import make_optimizer
-from dflash_train.packing import Step, packs_of_rank, sample_generator, usable
+from dflash_train.packing import Step, packs_of_rank, usable
 from dflash_train.trainer import Trainer, accumulate, divide_gradients
 from dflash_train.training_data import TrainingPack
 
@@ -52,7 +52,7 @@ def c23_rows() -> list[tuple[Tensor, Tensor]]:
 
 def c23_pack(rows: list[int]) -> TrainingPack:
     documents = [c23_rows()[row] for row in rows]
-    anchors = [draw_anchors(mask, 8, sample_generator(0, 0, str(row))) for row, (_, mask) in zip(rows, documents, strict=True)]
+    anchors = [draw_anchors(mask, 8, 0, 0, str(row)) for row, (_, mask) in zip(rows, documents, strict=True)]
     context, blocks = build_blocks(documents, anchors, BLOCK_SIZE, MASK_TOKEN_ID)
     features = torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(1))
     return TrainingPack(torch.cat([torch.empty(0, 2, 32), *(features[: len(mask)] for _, mask in documents)]), context, blocks)
