@@ -127,6 +127,8 @@ def test_figures_of_a_step(accelerator: Accelerator) -> None:
     prefixes = [row.index(False) if False in row else BLOCK_SIZE - 1 for row in right_AK[:, 1:].tolist()]
     expected = [prefix + 1 for prefix, position in zip(prefixes, pack.blocks.position_A.tolist(), strict=True) if position <= 24]
     assert figures.train_anchor_tau == pytest.approx(sum(expected) / whole)
+    shares = [sum(prefix > k for prefix in expected) / whole for k in range(1, BLOCK_SIZE)]  # the right prefix is one less
+    assert figures.train_acceptance_by_position == pytest.approx(shares)
 
 
 def test_a_step_that_is_not_finite_names_itself_and_its_samples(accelerator: Accelerator) -> None:
