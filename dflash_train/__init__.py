@@ -18,7 +18,7 @@ Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages
 - **the drafter**    `blocks.py` anchors and blocks, `masks.py` who sees whom, `attention.py`, `drafter.py` the model (it trains and
   decodes with the same code), `drafter_init.py` a start from the target's layers.
 - **the training**   `packing.py` decides which samples meet in which step, `training_data.py` reads them, `trainer.py` takes a step;
-  `loss.py`, `optimizer.py`, `ema.py`, `checkpoint.py`, `tracking.py`.
+  `loss.py`, `optimizer.py`, `ema.py`, `checkpoint.py`; `tracking.py` records the run, `curves.py` draws it.
 - **the figures**    `acceptance.py` defines tau and replays stored answers, `decoding.py` decodes with the target, both through
   `drafting.py`; `report.py` writes.
 - **the consumers**  `serving/` writes what vLLM and SGLang read.

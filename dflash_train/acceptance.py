@@ -23,11 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_train.blocks import Context, single_blocks
+from dflash_train.blocks import Context, sample_generator, single_blocks
 from dflash_train.drafter import DFlashDraftModel
 from dflash_train.drafting import draft_tokens
 from dflash_train.features.reader import Sample
-from dflash_train.packing import sample_generator
 from dflash_train.target import TargetEnds
 
 RESAMPLES = 2000  # of the prompts, for the interval
@@ -195,7 +194,7 @@ def anchor_counts(
     """
     prefixes: list[int] = []
     for documents in _packs(samples, tokens_per_pack):
-        generators = [sample_generator(seed, 0, sample.sample_id) for sample in documents]
+        generators = [sample_generator(seed, sample.sample_id) for sample in documents]
         drawn = [
             _draw_whole_blocks(sample.loss_mask_T, block_size, share_of_blocks, generator)
             for sample, generator in zip(documents, generators, strict=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dflash_train.errors import UserError
@@ -84,12 +85,22 @@ def eligible_anchors(loss_mask_T: Tensor) -> Tensor:
     return (loss_mask_T[:-1] & loss_mask_T[1:]).nonzero()[:, 0]
 
 
-def draw_anchors(loss_mask_T: Tensor, num: int, generator: torch.Generator) -> Tensor:
-    """At most `num` different eligible anchors, drawn uniformly with `generator`, ascending."""
+def draw_anchors(loss_mask_T: Tensor, num: int, seed: int, epoch: int, sample_id: str) -> Tensor:
+    """The at most `num` anchors of a document in an epoch, ascending: a function of the arguments, at a cost that no epoch adds to.
+
+    The eligible positions have one random order per (seed, sample); epoch after epoch takes the next `num` of it, round and round.
+    So every position is an anchor once before any is one twice, and none comes twice in an epoch, also where one begins a new round.
+    """
     eligible = eligible_anchors(loss_mask_T)
     if len(eligible) <= num:
         return eligible
-    return eligible[torch.randperm(len(eligible), generator=generator)[:num]].sort().values
+    order = torch.randperm(len(eligible), generator=sample_generator(seed, sample_id))
+    return eligible[order[torch.arange(epoch * num, (epoch + 1) * num) % len(eligible)]].sort().values
+
+
+def sample_generator(seed: int, sample_id: str) -> torch.Generator:
+    """The source of the draws for one sample, the same on any process, in any order of work."""
+    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{sample_id}".encode()))
 
 
 def build_blocks(

@@ -245,7 +245,7 @@ class TrainConfig:
     max_nonfinite_steps: int = 10  # optimizer steps of a run that may be skipped because loss or gradient are not finite
     tokens_per_step: int = 262144  # context tokens per optimizer step, over all processes
     tokens_per_pack: int = 4096  # context tokens in one forward and backward; a longer document makes a pack of its own
-    anchors_per_document: int = 512  # blocks drawn per document and epoch
+    anchors_per_document: int = 512  # blocks at most per document and epoch; every position comes once before any comes twice
     decay_gamma: float | None = None  # slot k weighs exp(-(k-1)/gamma); null: 7, 5 or 4 by block size
     shuffle_shards: int = 4  # shards whose samples are shuffled together
     mixed_precision: MixedPrecision = MixedPrecision.no  # compute dtype; master weights stay fp32

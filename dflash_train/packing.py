@@ -6,12 +6,11 @@ of W takes packs r, r+W, ... Nothing here reads a feature or holds random state,
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
-
-import torch
-import xxhash
+from functools import cached_property
+from itertools import chain, count, islice
 
 from dflash_train.features.reader import SampleRef
 
@@ -28,14 +27,13 @@ def plan_steps(
 ) -> list[list[Pack]]:
     """The steps of one epoch; every sample of `refs` is in exactly one pack.
 
-    A pack holds at most `tokens_per_pack` context tokens, or one longer document. A step ends where its tokens come nearest to
-    `tokens_per_step`; the last one takes what is left, so it may be small.
+    A pack holds at most `tokens_per_pack` context tokens, or one longer document, all of the same `shuffle_shards` shards. A step ends
+    where its tokens come nearest to `tokens_per_step`; the last one takes what is left, so it may be small.
     """
-    packs = _packs(_shuffled(refs, random.Random(f"{seed}/{epoch}"), shuffle_shards), tokens_per_pack)
     steps: list[list[Pack]] = []
     tokens_in_step = tokens_per_step
-    for pack in packs:
-        num_tokens = sum(ref.num_tokens for ref in pack)
+    for pack in _shuffled_packs(refs, random.Random(f"{seed}/{epoch}"), tokens_per_pack, shuffle_shards):
+        num_tokens = _num_tokens(pack)
         if tokens_in_step + num_tokens / 2 > tokens_per_step:
             steps.append([])
             tokens_in_step = 0
@@ -84,13 +82,43 @@ def packs_of_rank(packs: Sequence[Pack], rank: int, world_size: int) -> list[Pac
     return [packs[i] if i < len(packs) else [] for i in range(rank, rounds * world_size, world_size)]
 
 
-def sample_generator(seed: int, epoch: int, sample_id: str) -> torch.Generator:
-    """The source of every draw for one sample in one epoch, the same on any process, in any order of work."""
-    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{epoch}/{sample_id}".encode()))
+def pack_fill(packs: Sequence[Pack], tokens_per_pack: int) -> float:
+    """Context tokens of `packs` per token that they have room for; a longer document than `tokens_per_pack` counts with all its tokens."""
+    return sum(map(_num_tokens, packs)) / (len(packs) * tokens_per_pack)
 
 
-def _shuffled(refs: Sequence[SampleRef], generator: random.Random, shuffle_shards: int) -> Iterator[SampleRef]:
-    """Shards in random order; the samples of `shuffle_shards` neighbouring ones in random order, so that reading stays local."""
+@dataclass
+class Coverage:
+    """How many eligible positions have been an anchor, from the plan alone: nothing is remembered that a resumed run could not add up.
+
+    `num_eligible` holds the eligible positions of every training sample. Exact, because `draw_anchors` takes every position of a sample
+    once before any twice, and every sample comes once per epoch.
+    """
+
+    num_eligible: Mapping[SampleRef, int]
+    anchors_per_document: int
+    num_covered: int = 0
+
+    def add(self, steps: Iterable[Step]) -> None:
+        """Counts the positions that are an anchor for the first time in `steps`, which follow on those added before."""
+        for step in steps:
+            before = step.epoch * self.anchors_per_document
+            for ref in chain.from_iterable(step.packs):
+                self.num_covered += min(max(self.num_eligible[ref] - before, 0), self.anchors_per_document)
+
+    @property
+    def share(self) -> float:
+        """Share of the eligible positions of all samples, 0 to 1; 1 when there is none."""
+        return self.num_covered / self.num_positions if self.num_positions else 1.0
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Eligible positions of all samples."""
+        return sum(self.num_eligible.values())
+
+
+def _shuffled_packs(refs: Sequence[SampleRef], generator: random.Random, tokens_per_pack: int, shuffle_shards: int) -> Iterator[Pack]:
+    """Shards in random order; the samples of `shuffle_shards` neighbouring ones packed in random order, so that reading stays local."""
     by_shard: dict[str, list[SampleRef]] = {}
     for ref in refs:
         by_shard.setdefault(ref.shard, []).append(ref)
@@ -99,17 +127,29 @@ def _shuffled(refs: Sequence[SampleRef], generator: random.Random, shuffle_shard
     for first in range(0, len(shards), shuffle_shards):
         window = [ref for shard in shards[first : first + shuffle_shards] for ref in by_shard[shard]]
         generator.shuffle(window)
-        yield from window
+        packs = _best_fit(window, tokens_per_pack)
+        generator.shuffle(packs)  # those begun last are the emptiest and hold the longest documents
+        yield from packs
 
 
-def _packs(refs: Iterator[SampleRef], tokens_per_pack: int) -> Iterator[Pack]:
-    pack: Pack = []
-    num_tokens = 0
+def _best_fit(refs: Sequence[SampleRef], tokens_per_pack: int) -> list[Pack]:
+    """Every sample goes into the fullest pack that has room for it, in the order of `refs`.
+
+    Longest first would fill a little better, and put the same documents together in every epoch of a small dataset.
+    """
+    packs: list[Pack] = []
+    room: list[tuple[int, int]] = []  # ascending: tokens left, index of the pack
     for ref in refs:
-        if pack and num_tokens + ref.num_tokens > tokens_per_pack:
-            yield pack
-            pack, num_tokens = [], 0
-        pack.append(ref)
-        num_tokens += ref.num_tokens
-    if pack:
-        yield pack
+        found = bisect_left(room, (ref.num_tokens, 0))
+        if found < len(room):
+            tokens_left, index = room.pop(found)
+        else:
+            tokens_left, index = tokens_per_pack, len(packs)
+            packs.append([])
+        packs[index].append(ref)
+        insort(room, (tokens_left - ref.num_tokens, index))
+    return packs
+
+
+def _num_tokens(pack: Pack) -> int:
+    return sum(ref.num_tokens for ref in pack)

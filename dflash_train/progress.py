@@ -1,5 +1,6 @@
 """Progress with rate and time left: a live bar on a terminal, a plain line now and then elsewhere (log files, CI)."""
 
+import shutil
 import sys
 import time
 from types import TracebackType
@@ -43,15 +44,30 @@ class Progress:
         if self._enabled and time.monotonic() - self._last_shown >= self._seconds_between_lines:
             self._show()
 
+    def say(self, line: str) -> None:
+        """Prints a line that stays, where the bar stands."""
+        if self._enabled:
+            print(f"\r\x1b[K{line}" if self._terminal else line, file=sys.stderr, flush=True)
+
+    @property
+    def rate(self) -> float:
+        """Units per second of this launch, pauses included."""
+        return (self.done - self._first) / max(time.monotonic() - self._started, 1e-9)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until `total`, at the rate so far; None before the first unit."""
+        return (self.total - self.done) / self.rate if self.done > self._first else None
+
     def _show(self) -> None:
         self._last_shown = time.monotonic()
-        seconds = max(self._last_shown - self._started, 1e-9)
-        rate = (self.done - self._first) / seconds
-        left = _clock((self.total - self.done) / rate) if rate > 0 else "unknown"
+        rate, seconds_left = self.rate, self.seconds_left
+        left = "unknown" if seconds_left is None else _clock(seconds_left)
         share = self.done / self.total if self.total else 1.0
         line = f"{self.title} {share:6.1%} {self.done:,.0f}/{self.total:,.0f} {self.unit}, {_rate(rate)} {self.unit}/s, {left} left"
         line += f" · {self._note}" if self._note else ""
         if self._terminal:
+            line = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be written over
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ class Tracker:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
         if self._wandb_run is not None:
-            self._try_wandb(lambda run: run.log(row, step=row["step"]))
+            self._try_wandb(lambda run: run.log(_scalars(row), step=row["step"]))
 
     def _try_wandb(self, call: Callable[[Any], None]) -> None:
         """What wandb meets must not end a training run: it is told once, and metrics.jsonl goes on alone."""
@@ -92,6 +92,16 @@ def _has_wandb_login() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _scalars(row: dict[str, Any]) -> dict[str, Any]:
+    """`row` as wandb can plot it: no nulls, and a list as NAME/0, NAME/1, ... (NAME/1, ... where it counts slots, whose first is 1)."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        first = 1 if name.endswith("_by_position") else 0
+        items = {f"{name}/{i}": item for i, item in enumerate(value, start=first)} if isinstance(value, list) else {name: value}
+        flat |= {key: item for key, item in items.items() if item is not None}
+    return flat
 
 
 def _rows_up_to(path: Path, step: int) -> list[str]:

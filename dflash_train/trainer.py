@@ -43,7 +43,9 @@ class StepFigures:
     grad_norm: float | None
     num_tokens: int
     num_blocks: int
-    train_anchor_tau: float | None  # mean right prefix + 1 over the step's blocks that lie wholly inside the supervision
+    # of the step's blocks that lie wholly inside the supervision: mean right prefix + 1, share whose right prefix reaches slot 1 to K-1
+    train_anchor_tau: float | None
+    train_acceptance_by_position: list[float | None]
     is_finite: bool = True  # False: the step was skipped because of its loss or gradient
     stop_asked: bool = False  # a process was asked to stop after this step
 
@@ -80,9 +82,10 @@ class Trainer:
                 f"step {number}: out of memory on {self.accelerator.device}: run again with a smaller train.tokens_per_pack, "
                 "train.anchors_per_document or train.head_chunk_bytes"
             ) from error
-        weight_sum, loss_sum, num_tokens, num_blocks, num_whole, num_right = totals.tolist()
+        weight_sum, loss_sum, num_tokens, num_blocks, num_whole, *reached = totals.tolist()
         counts = {"num_tokens": int(num_tokens), "num_blocks": int(num_blocks)}
-        counts["train_anchor_tau"] = 1 + num_right / num_whole if num_whole else None
+        counts["train_anchor_tau"] = 1 + sum(reached) / num_whole if num_whole else None
+        counts["train_acceptance_by_position"] = [num / num_whole if num_whole else None for num in reached]
         counts["stop_asked"] = stop_asked
         if weight_sum == 0:
             return StepFigures(loss=None, grad_norm=None, **counts)
@@ -152,11 +155,11 @@ def divide_gradients(accelerator: Accelerator, model: nn.Module, weight_sum: flo
 
 
 def _pack_totals(result: LossResult, blocks: Blocks, num_tokens: int) -> Tensor:
-    """[6] float64: weights, weighted loss, tokens, blocks, blocks wholly inside the supervision, right prefixes of these."""
+    """[5 + K-1] float64: weights, weighted loss, tokens, blocks, blocks wholly inside the supervision, those right up to each slot."""
     whole_A = (blocks.weights_AK[:, 1:] > 0).all(-1)
-    prefix_A = result.right_AK[:, 1:].cumprod(-1).sum(-1) * whole_A
+    reached_K = (result.right_AK[:, 1:].cumprod(-1) * whole_A[:, None]).sum(0)
     counts = whole_A.new_tensor([num_tokens, len(whole_A)], dtype=torch.float64)
-    figures = [result.weight_sum, result.loss_sum.detach(), *counts, whole_A.sum(), prefix_A.sum()]
+    figures = [result.weight_sum, result.loss_sum.detach(), *counts, whole_A.sum(), *reached_K]
     return torch.stack([figure.double() for figure in figures])
 
 

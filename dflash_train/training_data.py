@@ -2,7 +2,7 @@
 
 In: a feature dataset and the plan of the run. Out: the packs of one process in order, each with its blocks, on the device that trains.
 Reading and drawing happen in threads: a read does not hold Python's lock, so nothing has to be forked or copied between processes. Every
-draw comes from a generator seeded by (seed, epoch, sample), so it does not matter which thread draws when.
+draw is a function of (seed, epoch, sample), so it does not matter which thread draws when.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_train.blocks import Blocks, Context, build_blocks, draw_anchors
 from dflash_train.features.reader import EncodedFeatures, FeatureDataset
-from dflash_train.packing import Pack, Step, packs_of_rank, sample_generator
+from dflash_train.packing import Pack, Step, packs_of_rank
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PackReader:
         lengths = [ref.num_tokens for ref in refs]
         documents = list(zip(samples.input_ids_T.split(lengths), samples.loss_mask_T.split(lengths), strict=True))
         anchors = [
-            draw_anchors(loss_mask_T, self.anchors_per_document, sample_generator(self.seed, epoch, ref.sample_id))
+            draw_anchors(loss_mask_T, self.anchors_per_document, self.seed, epoch, ref.sample_id)
             for ref, (_, loss_mask_T) in zip(refs, documents, strict=True)
         ]
         context, blocks = build_blocks(documents, anchors, self.block_size, self.mask_token_id, self.gamma)

@@ -2,10 +2,13 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_train.blocks import IGNORED_LABEL, build_blocks, decay_weights, draw_anchors, eligible_anchors, single_blocks
 from dflash_train.errors import UserError
@@ -83,14 +86,34 @@ def test_eligible_anchors_need_a_supervised_next_token():
     assert eligible_anchors(torch.tensor([1])).tolist() == eligible_anchors(torch.tensor([])).tolist() == []
 
 
-def test_drawn_anchors_are_sorted_different_eligible_and_follow_the_generator():
-    mask = torch.ones(50)
-    mask[20:30] = 0
-    drawn = [draw_anchors(mask, 10, torch.Generator().manual_seed(seed)).tolist() for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[0] == sorted(set(drawn[0])) and len(drawn[0]) == 10
-    assert set(drawn[0]) <= set(eligible_anchors(mask).tolist())
-    assert draw_anchors(mask, 100, torch.Generator()).tolist() == eligible_anchors(mask).tolist()
+def test_anchors_of_an_epoch_are_those_of_the_next_slice_of_one_order():
+    # 7 eligible positions, 3 per epoch: the third epoch takes the last one of the first round and two of the second
+    mask = torch.tensor([0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1])
+    assert eligible_anchors(mask).tolist() == [1, 2, 3, 6, 7, 8, 9]
+    drawn = [draw_anchors(mask, 3, 0, epoch, "a").tolist() for epoch in range(7)]
+    assert set(drawn[0]) | set(drawn[1]) < {1, 2, 3, 6, 7, 8, 9} and not set(drawn[0]) & set(drawn[1])
+    assert not {1, 2, 3, 6, 7, 8, 9} - {*drawn[0], *drawn[1], *drawn[2]}
+    assert Counter(anchor for anchors in drawn for anchor in anchors) == dict.fromkeys([1, 2, 3, 6, 7, 8, 9], 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 40), st.integers(0, 3))
+def test_every_position_is_an_anchor_once_before_any_is_one_twice(supervised, num, seed):
+    mask = torch.tensor(supervised, dtype=torch.bool)
+    counts = dict.fromkeys(eligible_anchors(mask).tolist(), 0)
+    for epoch in range(12):
+        anchors = draw_anchors(mask, num, seed, epoch, "a").tolist()
+        assert anchors == sorted(set(anchors)) and len(anchors) == min(num, len(counts))
+        assert anchors == draw_anchors(mask, num, seed, epoch, "a").tolist()
+        for anchor in anchors:
+            counts[anchor] += 1
+        assert max(counts.values(), default=0) - min(counts.values(), default=0) <= 1
+
+
+def test_anchors_depend_on_seed_epoch_and_sample_and_no_epoch_is_far_away():
+    mask = torch.ones(1000)
+    keys = [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b"), (11, 1, "a"), (1, 11, "a"), (0, 10**9 + 7, "a")]
+    assert len({tuple(draw_anchors(mask, 10, *key).tolist()) for key in keys}) == len(keys)
 
 
 def test_single_blocks_ask_without_answers():

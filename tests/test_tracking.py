@@ -92,6 +92,25 @@ def test_a_wandb_that_fails_on_the_way_does_not_end_the_run(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_wandb_gets_scalars_and_metrics_jsonl_the_row_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorder:
+        rows: list[tuple[int, dict]] = []
+
+        def log(self, row: dict, step: int) -> None:
+            self.rows.append((step, row))
+
+        def finish(self, exit_code: int) -> None:
+            pass
+
+    monkeypatch.setattr("dflash_train.tracking.start_wandb", lambda *_: Recorder())
+    row = {"step": 7, "tau": 2.5, "anchor_tau": None, "tau_ci95": [2.0, 3.0], "acceptance_by_position": [0.5, 0.25, None]}
+    with Tracker(tmp_path, 0, True, wandb_project="p", wandb_name=None, settings={}) as tracker:
+        tracker.log(row)
+    scalars = {"tau_ci95/0": 2.0, "tau_ci95/1": 3.0, "acceptance_by_position/1": 0.5, "acceptance_by_position/2": 0.25}
+    assert Recorder.rows == [(7, {"step": 7, "tau": 2.5} | scalars)]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row
+
+
 def test_a_login_without_a_network_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

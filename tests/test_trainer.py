@@ -23,7 +23,7 @@ from dflash_train.ema import Ema
 from dflash_train.features.reader import Sample, SampleRef
 from dflash_train.launch import StopRequest, keep_until_exit
 from dflash_train.optimizer import make_optimizer
-from dflash_train.packing import Step, packs_of_rank, sample_generator, usable
+from dflash_train.packing import Step, packs_of_rank, usable
 from dflash_train.trainer import Trainer, accumulate, divide_gradients
 from dflash_train.training_data import TrainingPack
 
@@ -61,7 +61,7 @@ def c23_rows() -> list[tuple[Tensor, Tensor]]:
 
 def c23_pack(rows: list[int]) -> TrainingPack:
     documents = [c23_rows()[row] for row in rows]
-    anchors = [draw_anchors(mask, 8, sample_generator(0, 0, str(row))) for row, (_, mask) in zip(rows, documents, strict=True)]
+    anchors = [draw_anchors(mask, 8, 0, 0, str(row)) for row, (_, mask) in zip(rows, documents, strict=True)]
     context, blocks = build_blocks(documents, anchors, BLOCK_SIZE, MASK_TOKEN_ID)
     features = torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(1))
     return TrainingPack(torch.cat([torch.empty(0, 2, 32), *(features[: len(mask)] for _, mask in documents)]), context, blocks)
@@ -144,6 +144,8 @@ def test_figures_of_a_step(accelerator: Accelerator) -> None:
     prefixes = [row.index(False) if False in row else BLOCK_SIZE - 1 for row in right_AK[:, 1:].tolist()]
     expected = [prefix + 1 for prefix, position in zip(prefixes, pack.blocks.position_A.tolist(), strict=True) if position <= 24]
     assert figures.train_anchor_tau == pytest.approx(sum(expected) / whole)
+    shares = [sum(prefix > k for prefix in expected) / whole for k in range(1, BLOCK_SIZE)]  # the right prefix is one less
+    assert figures.train_acceptance_by_position == pytest.approx(shares)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_names_itself_and_its_samples(

@@ -16,7 +16,7 @@ from tiny_datasets import extract_config, make_samples
 from dflash_train.blocks import build_blocks, draw_anchors
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset
-from dflash_train.packing import RunPlan, Step, sample_generator
+from dflash_train.packing import RunPlan, Step
 from dflash_train.stages.extract import run
 from dflash_train.training_data import PackReader, TrainingPack, load_packs
 
@@ -53,12 +53,11 @@ def tensors(pack: TrainingPack) -> list[torch.Tensor]:
 
 
 def plain_packs(reader: PackReader, steps: list[Step]) -> Iterator[TrainingPack]:
-    """The twin: every sample read alone, its anchors drawn from its own generator, and the features joined."""
+    """The twin: every sample read alone, its anchors drawn by themselves, and the features joined."""
     for step in steps:
         for refs in step.packs:
             samples = [reader.dataset.read(ref) for ref in refs]
-            generators = [sample_generator(SEED, step.epoch, ref.sample_id) for ref in refs]
-            anchors = [draw_anchors(s.loss_mask_T, NUM_ANCHORS, g) for s, g in zip(samples, generators, strict=True)]
+            anchors = [draw_anchors(sample.loss_mask_T, NUM_ANCHORS, SEED, step.epoch, sample.sample_id) for sample in samples]
             context, blocks = build_blocks([(s.input_ids_T, s.loss_mask_T) for s in samples], anchors, BLOCK_SIZE, MASK_TOKEN_ID)
             yield TrainingPack(torch.cat([sample.features_TLD for sample in samples]), context, blocks)
 

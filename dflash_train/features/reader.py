@@ -131,6 +131,10 @@ class FeatureDataset:
             features=EncodedFeatures(self._codec, {name: self._rows(name, refs, pin_memory) for name in names}),
         )
 
+    def read_loss_mask(self, ref: SampleRef) -> Tensor:
+        """The loss mask of one sample, bool [T], and nothing else. Raises UserError like `read`."""
+        return self._rows("loss_mask", [ref]).bool()
+
     def _rows(self, name: str, refs: Sequence[SampleRef], pin_memory: bool = False) -> Tensor:
         """The rows of array `name` that belong to `refs`."""
         dtype, (_, *token_shape) = self._layout[name]

@@ -1,12 +1,14 @@
 """stage=train: a drafter from the feature dataset, on any number of processes, resumable after a kill at any moment.
 
 Reads the features, and of the target only its config, tokenizer, embedding and head. Writes into `run_dir/train`: `checkpoints/`,
-`best.json` (by held-out replay tau) and `metrics.jsonl`. What decides the weights is in each checkpoint's state and compared when a run
-continues: contract, data, seed and the settings of `_identity`. Every step and draw is a function of these and of the number of steps, so
-a run that was killed or asked to stop (SIGTERM, SIGUSR1) ends with the weights of one that was not. The number of steps may be raised.
+`best.json` (by held-out replay tau), `metrics.jsonl` and its picture `curves.png`. What decides the weights is in each checkpoint's state
+and compared when a run continues: contract, data, seed and the settings of `_identity`. Every step and draw is a function of these and of
+the number of steps, so a run that was killed or asked to stop (SIGTERM, SIGUSR1) ends with the weights of one that was not. The number of
+steps may be raised.
 """
 
 import random
+import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from dflash_train.blocks import eligible_anchors
 from dflash_train.checkpoint import (
     latest_checkpoint,
     load_ema,
@@ -28,6 +31,7 @@ from dflash_train.checkpoint import (
     save_checkpoint,
 )
 from dflash_train.config import Config, InitFrom, MixedPrecision, Stage
+from dflash_train.curves import write_curves
 from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.drafter_init import init_from_target
 from dflash_train.ema import Ema
@@ -36,7 +40,7 @@ from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.launch import from_main_process, keep_until_exit, make_accelerator
 from dflash_train.layers import FeatureContract
 from dflash_train.optimizer import lr_at, make_optimizer
-from dflash_train.packing import RunPlan, usable
+from dflash_train.packing import Coverage, RunPlan, pack_fill, usable
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir, stage_dir
 from dflash_train.target import check_layers_and_mask, contract_for, load_config, load_ends, load_tokenizer, text_config
@@ -192,11 +196,13 @@ def _make_trainer(
 class _Rates:
     """Work and time of the steps since the last logged one."""
 
+    num_packs: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
     seconds: float = 0.0
 
-    def add(self, figures: StepFigures, seconds: float) -> None:
+    def add(self, figures: StepFigures, num_packs: int, seconds: float) -> None:
+        self.num_packs += num_packs
         self.num_tokens += figures.num_tokens
         self.num_blocks += figures.num_blocks
         self.seconds += seconds
@@ -217,12 +223,14 @@ class _Run:
         self.total_steps = state["total_steps"]
         self.heldout = self._heldout_samples()
         self.rates = _Rates()
+        self.coverage: Coverage | None = None  # the main process has it, for the log
 
     def train(self) -> None:
         """Takes the steps that are left, or those until it is asked to stop, and says which checkpoint is the best one."""
         first = self.state["step"]
         if self.is_main_process:
             record_best(self.train_dir, self.state["best"])  # a kill may have come between a checkpoint and this record
+        from_main_process(self.trainer.accelerator, self._begin_coverage)
         wandb = {"wandb_project": self.settings.wandb_project, "wandb_name": self.settings.wandb_name}
         with (
             self.trainer.stop,
@@ -235,15 +243,19 @@ class _Run:
                 started = time.monotonic()
                 lr = self._lr(number - 1)
                 figures = self.trainer.take_step(number, step, packs, lr)
-                self.rates.add(figures, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self.rates.add(figures, len(step.packs), seconds)
                 self.state |= {"step": number, "epoch": step.epoch, "replay": None}
                 self.state["skipped_steps"] += figures.loss is None and figures.is_finite
                 self.state["nonfinite_steps"] += not figures.is_finite
-                self._log(tracker, figures, lr)
+                progress.advance(1)
+                if self.coverage is not None:
+                    self.coverage.add([step])
+                self._log(tracker, figures, lr, progress.seconds_left)
                 if not figures.is_finite:
                     from_main_process(self.trainer.accelerator, self._refuse_many_nonfinite_steps)
-                self._evaluate_and_save(tracker, figures.stop_asked)
-                progress.advance(1, self._note(figures))
+                self._evaluate_and_save(tracker, progress, figures.stop_asked)
+                progress.advance(0, self._note(figures, lr, seconds))
                 if figures.stop_asked:
                     break
         if self.is_main_process:
@@ -276,6 +288,23 @@ class _Run:
         num = self.settings.heldout_documents or len(refs)
         return random.Random(self.config.seed).sample(refs, min(num, len(refs)))
 
+    def _begin_coverage(self) -> None:
+        """Counts the eligible positions, and those that earlier launches used; says what an epoch is made of."""
+        self.coverage = Coverage(
+            {ref: len(eligible_anchors(self.dataset.read_loss_mask(ref))) for ref in self.plan.refs}, self.settings.anchors_per_document
+        )
+        self.coverage.add(self.plan.steps(0, self.state["step"]))
+        steps = self.plan.epoch(0)
+        packs = [pack for packs in steps for pack in packs]
+        room = self.settings.tokens_per_pack
+        print(
+            f"train: {len(self.plan.refs):,} samples, {self.coverage.num_positions:,} eligible anchors; an epoch is {len(packs):,} packs "
+            f"of {room:,} tokens, {pack_fill(packs, room):.1%} full, in {len(steps):,} steps; {self.total_steps:,} steps in all",
+            flush=True,
+        )
+        if without := sum(not num for num in self.coverage.num_eligible.values()):
+            _warn(f"{without} training samples have no two supervised tokens in a row: no block can be drawn from them")
+
     def _packs(self, first: int) -> Generator[TrainingPack, None, None]:
         settings, drafter, accelerator = self.settings, self.trainer.drafter, self.trainer.accelerator
         reader = PackReader(
@@ -290,20 +319,25 @@ class _Run:
         steps = self.plan.steps(first, self.total_steps)
         return load_packs(reader, steps, accelerator.process_index, accelerator.num_processes, settings.loader_workers)
 
-    def _log(self, tracker: Tracker, figures: StepFigures, lr: float) -> None:
+    def _log(self, tracker: Tracker, figures: StepFigures, lr: float, seconds_left: float | None) -> None:
         if not self._is_due(self.settings.log_every_steps):
             return
+        rates, self.rates = self.rates, _Rates()
+        if self.coverage is None:
+            return
         position = {name: self.state[name] for name in ("step", "epoch", "skipped_steps", "nonfinite_steps")}
-        shown = {"loss": figures.loss, "lr": lr, "grad_norm": figures.grad_norm, "train_anchor_tau": figures.train_anchor_tau}
-        tracker.log(position | shown | self.rates.per_second())
-        self.rates = _Rates()
+        shown = {name: getattr(figures, name) for name in ("loss", "grad_norm", "train_anchor_tau", "train_acceptance_by_position")}
+        data = {"coverage": self.coverage.share, "fill": rates.num_tokens / (rates.num_packs * self.settings.tokens_per_pack)}
+        tracker.log(position | shown | {"lr": lr} | data | rates.per_second() | {"seconds_left": seconds_left})
 
-    def _evaluate_and_save(self, tracker: Tracker, stop_asked: bool) -> None:
+    def _evaluate_and_save(self, tracker: Tracker, progress: Progress, stop_asked: bool) -> None:
         """A new best is always saved, so that `best.json` never names a checkpoint that is not there."""
         is_new_best = False
-        if self.heldout and self._is_due(self.settings.evaluate_every_steps):
+        is_evaluation_due = self._is_due(self.settings.evaluate_every_steps)
+        if self.heldout and is_evaluation_due:
             replay = self.trainer.evaluate(self.dataset, self.heldout, self.settings.tokens_per_pack, self.config.seed)
             tracker.log({"step": self.state["step"]} | replay)
+            progress.say(f"step {self.state['step']}: {_evaluation_line(replay)}")
             best = self.state["best"]
             is_new_best = replay["tau"] is not None and (best is None or replay["tau"] > best["tau"])
             self.state["replay"] = replay
@@ -311,6 +345,15 @@ class _Run:
                 self.state["best"] = {"step": self.state["step"], "tau": replay["tau"]}
         if is_new_best or stop_asked or self._is_due(self.settings.checkpoint_every_steps):
             from_main_process(self.trainer.accelerator, self._save)
+        if is_evaluation_due and self.is_main_process:
+            self._draw()
+
+    def _draw(self) -> None:
+        """A picture that cannot be drawn is no reason to end a run."""
+        try:
+            write_curves(self.train_dir)
+        except Exception as error:
+            _warn(f"the curves of step {self.state['step']} are not drawn, training goes on: {' '.join(str(error).split())}")
 
     def _save(self) -> None:
         save_checkpoint(self.train_dir, self.trainer.drafter, self.trainer.optimizer, self.state, self.trainer.ema)
@@ -320,9 +363,27 @@ class _Run:
     def _is_due(self, every_steps: int) -> bool:
         return self.state["step"] % every_steps == 0 or self.state["step"] == self.total_steps
 
-    def _note(self, figures: StepFigures) -> str:
-        return (f"loss {figures.loss:.4f}, " if figures.loss is not None else "") + self._best()
+    def _note(self, figures: StepFigures, lr: float, seconds: float) -> str:
+        """The step just taken, for the console."""
+        if self.coverage is None:
+            return ""
+        step = f"loss {figures.loss:.4f}, gradient {figures.grad_norm:.3g}, " if figures.loss is not None else ""
+        speed = f"{figures.num_tokens / seconds:,.0f} tokens/s"
+        return f"{step}lr {lr:.2e}, {speed}, {self.coverage.share:.1%} covered, {self._best()}"
 
     def _best(self) -> str:
         best = self.state["best"]
         return f"best tau {best['tau']:.3f} at step {best['step']}" if best else "no tau yet"
+
+
+def _evaluation_line(replay: dict[str, Any]) -> str:
+    """An evaluation for the console; figures without data are left out."""
+    parts = [f"held-out {name} {replay[name]:.3f}" for name in ("tau", "anchor_tau") if replay[name] is not None]
+    if replay["tau_ci95"]:
+        parts.insert(1, "95 % [{:.3f}, {:.3f}]".format(*replay["tau_ci95"]))
+    shares = [f"{100 * share:.0f}" for share in replay["acceptance_by_position"] if share is not None]
+    return ", ".join([*parts, f"right up to slot k: {' '.join(shares)} %"] if shares else [*parts, "nothing to verify"])
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -89,6 +89,12 @@ def test_dtype_and_device_are_those_asked_for(finished, dtype, device):
     assert sample.input_ids_T.device.type == sample.loss_mask_T.device.type == "cpu"
 
 
+def test_a_loss_mask_alone_is_that_of_the_sample(finished):
+    dataset = FeatureDataset(finished.features.dir)
+    for ref in all_refs(dataset)[:5]:
+        assert torch.equal(dataset.read_loss_mask(ref), dataset.read(ref).loss_mask_T)
+
+
 def test_samples_of_several_shards_stand_behind_one_another(finished):
     dataset = FeatureDataset(finished.features.dir)
     refs = all_refs(dataset)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from process_groups import run_group
 from safetensors.torch import load_file, save_file
 from tiny_models import MASK_TOKEN_ID, make_qwen3, make_tokenizer
 
+from dflash_train.blocks import eligible_anchors
 from dflash_train.checkpoint import best_checkpoint, latest_checkpoint, load_drafter, read_state
 from dflash_train.config import (
     Config,
@@ -40,7 +42,7 @@ from dflash_train.config import (
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.optimizer import lr_at
-from dflash_train.packing import Step
+from dflash_train.packing import RunPlan, Step
 from dflash_train.stages import evaluate, extract, prepare, train
 from dflash_train.trainer import StepFigures, Trainer
 from dflash_train.training_data import TrainingPack
@@ -118,7 +120,7 @@ def assert_same_end(config: Config, undisturbed: Config) -> None:
     for path in here.iterdir():
         assert path.read_bytes() == (there / path.name).read_bytes(), path.name
     assert (train_dir(config) / "best.json").read_bytes() == (train_dir(undisturbed) / "best.json").read_bytes()
-    for key in ("loss", "tau"):
+    for key in ("loss", "coverage", "tau"):
         assert [(row["step"], row[key]) for row in rows(config, key)] == [(row["step"], row[key]) for row in rows(undisturbed, key)]
 
 
@@ -136,6 +138,7 @@ def test_learns_logs_and_keeps_the_best(undisturbed: Config) -> None:
     assert [row["step"] for row in logged] == list(range(1, STEPS + 1))
     assert logged[-1]["loss"] < 0.9 * logged[0]["loss"]
     assert {"epoch", "lr", "grad_norm", "tokens_per_second", "blocks_per_second", "train_anchor_tau", "skipped_steps"} < logged[0].keys()
+    assert {"coverage", "fill", "seconds_left"} < logged[0].keys() and len(logged[0]["train_acceptance_by_position"]) == 3
     taus = {row["step"]: row["tau"] for row in rows(undisturbed, "tau")}
     assert list(taus) == [10, 20] and all({"tau_ci95", "anchor_tau"} < row.keys() for row in rows(undisturbed, "tau"))
     best = best_checkpoint(train_dir(undisturbed))
@@ -144,6 +147,56 @@ def test_learns_logs_and_keeps_the_best(undisturbed: Config) -> None:
     assert (drafter.block_size, drafter.mask_token_id) == (4, MASK_TOKEN_ID)
     kept = {path.name for path in (train_dir(undisturbed) / "checkpoints").iterdir()}
     assert kept == {"step-00000014", "step-00000020", best.name}  # two newest and the best
+
+
+def test_coverage_and_fill_are_those_of_the_samples(undisturbed: Config) -> None:
+    settings, dataset = undisturbed.train, FeatureDataset(undisturbed.features.dir)
+    refs = dataset.refs("train")
+    eligible = [len(eligible_anchors(dataset.read(ref).loss_mask_T)) for ref in refs]
+    plan = RunPlan(refs, undisturbed.seed, settings.tokens_per_step, settings.tokens_per_pack, settings.shuffle_shards)
+    logged = rows(undisturbed, "coverage")
+    for epoch in range(logged[-1]["epoch"]):
+        last = [row for row in logged if row["epoch"] == epoch][-1]
+        covered = sum(min(num, (epoch + 1) * settings.anchors_per_document) for num in eligible)
+        assert last["coverage"] == pytest.approx(covered / sum(eligible), rel=1e-12)
+    assert [row["coverage"] for row in logged] == sorted(row["coverage"] for row in logged) and logged[-1]["coverage"] == 1.0
+    fills = [sum(ref.num_tokens for pack in step.packs for ref in pack) / len(step.packs) / 100 for step in plan.steps(0, STEPS)]
+    assert [row["fill"] for row in logged] == pytest.approx(fills)
+
+
+def test_the_console_tells_the_plan_and_every_evaluation(undisturbed: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.run(with_train(undisturbed, tmp_path, max_steps=1, heldout_documents=2))
+    out, err = capsys.readouterr()
+    assert re.search(
+        r"train: \d+ samples, \d+ eligible anchors; an epoch is \d+ packs of 100 tokens, \d\d\.\d% full, in \d steps; 1 steps in all", out
+    )
+    assert re.search(r"^step 1: held-out tau \d\.\d{3}, 95 % \[.*\], held-out anchor_tau .*, right up to slot k: \d+ \d+ \d+ %$", err, re.M)
+    assert re.search(r"loss \d\.\d+, gradient .*, lr .*, .* tokens/s, \d+\.\d% covered, best tau 1", err)
+
+
+def test_the_curves_are_drawn_and_a_failure_to_draw_ends_nothing(
+    undisturbed: Config, prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (train_dir(undisturbed) / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    def fail(folder: Path) -> None:
+        raise RuntimeError("no font\nfound")
+
+    monkeypatch.setattr(train, "write_curves", fail)
+    config = with_train(prepared, tmp_path, max_steps=2, evaluate_every_steps=1)
+    train.run(config)
+    assert [row["step"] for row in rows(config, "tau")] == [1, 2]
+    warning = "warning: the curves of step 1 are not drawn, training goes on: no font found"
+    assert warning in capsys.readouterr().err.splitlines()
+
+
+def test_samples_that_give_no_block_are_told(prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    dataset = FeatureDataset(prepared.features.dir)
+    lone = dataset.refs("train")[0]
+    read = FeatureDataset.read_loss_mask
+    monkeypatch.setattr(FeatureDataset, "read_loss_mask", lambda self, ref: read(self, ref) & False if ref == lone else read(self, ref))
+    train.run(with_train(prepared, tmp_path, max_steps=1))
+    assert "warning: 1 training samples have no two supervised tokens in a row: no block can be drawn from them" in capsys.readouterr().err
 
 
 def test_stopped_between_two_checkpoints_it_ends_as_if_undisturbed(
@@ -197,6 +250,8 @@ def test_two_processes_see_the_losses_of_one(prepared: Config, undisturbed: Conf
     assert result.returncode == 0, result.stderr
     ours, theirs = ([row["loss"] for row in rows(side, "loss")] for side in (config, undisturbed))
     assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=1e-5)
+    ours, theirs = ([(row["coverage"], row["fill"]) for row in rows(side, "loss")] for side in (config, undisturbed))
+    assert ours == theirs
     ours, theirs = ([(row["num_prompts"], row["num_verifications"] > 0) for row in rows(side, "tau")] for side in (config, undisturbed))
     assert ours == theirs  # every held-out sample is walked once
     train.run(with_train(config, tmp_path, checkpoint_every_steps=5))  # the checkpoint of two processes is one for any number
