@@ -30,6 +30,10 @@ class Context:
     document_T: Tensor
     position_T: Tensor
 
+    def __getitem__(self, rows: slice) -> "Context":
+        """Some of the tokens."""
+        return Context(self.document_T[rows], self.position_T[rows])
+
     def to(self, device: torch.device | str) -> "Context":
         """The same values on `device`."""
         return _to(self, device)
@@ -60,6 +64,10 @@ class Blocks:
     def num_supervised(self) -> int:
         """Slots that count."""
         return int((self.weights_AK > 0).sum())
+
+    def __getitem__(self, chosen: Tensor) -> "Blocks":
+        """Some of the blocks, by their indices."""
+        return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
     def to(self, device: torch.device | str) -> "Blocks":
         """The same values on `device`."""

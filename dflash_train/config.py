@@ -88,6 +88,15 @@ class FeatureCodec(StrEnum):
     fp8 = "fp8"
 
 
+class AttentionBackend(StrEnum):
+    """How the training step computes attention (attention.py); `auto` is flex on CUDA and tiled elsewhere."""
+
+    auto = "auto"
+    dense = "dense"
+    tiled = "tiled"
+    flex = "flex"
+
+
 class EvaluateMode(StrEnum):
     """`replay` walks stored answers without the target, `decode` runs the target, `both` does one after the other."""
 
@@ -249,6 +258,7 @@ class TrainConfig:
     decay_gamma: float | None = None  # slot k weighs exp(-(k-1)/gamma); null: 7, 5 or 4 by block size
     shuffle_shards: int = 4  # shards whose samples are shuffled together
     mixed_precision: MixedPrecision = MixedPrecision.no  # compute dtype; master weights stay fp32
+    attention: AttentionBackend = AttentionBackend.auto  # of the training step: dense, tiled or flex; auto picks by device
     head_chunk_bytes: int = 268435456  # bytes of logits held at once
     loader_workers: int = 1  # threads per rank that read ahead, a pack each; 0 reads when a pack is needed
     log_every_steps: int = 10  # optimizer steps between rows of metrics.jsonl

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from dflash_train.attention import dense_attention
+from dflash_train.attention import Attend, attention_for
 from dflash_train.blocks import Blocks, Context
-from dflash_train.config import DrafterConfig, LayerType
+from dflash_train.config import AttentionBackend, DrafterConfig, LayerType
 from dflash_train.errors import UserError
 from dflash_train.layers import LayerIds
-from dflash_train.masks import block_visible_KK, context_visible_AKT
 
 
 @dataclass
@@ -101,11 +100,10 @@ class DraftAttention(nn.Module):
         keys = rotary(self.k_norm(self.k_proj(states).unflatten(-1, heads)))
         return keys, self.v_proj(states).unflatten(-1, heads)
 
-    def forward(self, states_AKD: Tensor, rotary: Rotary, context_kv: tuple[Tensor, Tensor], visible: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, states_AKD: Tensor, rotary: Rotary, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q_AKHd = rotary(self.q_norm(self.q_proj(states_AKD).unflatten(-1, (self.num_heads, self.head_dim))))
         block_kv = self.keys_values(states_AKD, rotary)
-        out_AKHd = dense_attention(q_AKHd, *context_kv, *block_kv, *visible, scale=self.head_dim**-0.5)
-        return self.o_proj(out_AKHd.flatten(2))
+        return self.o_proj(attend(q_AKHd, *context_kv, *block_kv).flatten(2))
 
 
 class DraftLayer(nn.Module):
@@ -119,8 +117,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_AKD: Tensor, rotary: Rotary, context_kv: tuple[Tensor, Tensor], visible: tuple[Tensor, Tensor]) -> Tensor:
-        hidden_AKD = hidden_AKD + self.self_attn(self.input_layernorm(hidden_AKD), rotary, context_kv, visible)
+    def forward(self, hidden_AKD: Tensor, rotary: Rotary, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        hidden_AKD = hidden_AKD + self.self_attn(self.input_layernorm(hidden_AKD), rotary, context_kv, attend)
         return hidden_AKD + self.mlp(self.post_attention_layernorm(hidden_AKD))
 
 
@@ -128,6 +126,7 @@ class DFlashDraftModel(PreTrainedModel):
     """Frozen embedding and head stay with the target; everything here trains. Raises UserError for a config that asks for another model."""
 
     config_class = Qwen3Config
+    attention = AttentionBackend.auto  # of `forward`, the training step
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
@@ -165,26 +164,23 @@ class DFlashDraftModel(PreTrainedModel):
             [torch.cat(pair) for pair in zip(context.values, values, strict=True)],
         )
 
-    def draft(self, embeddings_AKD: Tensor, blocks: Blocks, context: DraftContext) -> Tensor:
+    def draft(
+        self, embeddings_AKD: Tensor, blocks: Blocks, context: DraftContext, attention: AttentionBackend = AttentionBackend.dense
+    ) -> Tensor:
         """Final-normed hidden states [A, K, D]. A block sees what `masks.py` says, so tokens at or after its anchor may be in `context`."""
         rotary = self._rotary(blocks.position_AK)
-        visible = {window: self._visible(blocks, context.meta, window) for window in {layer.window for layer in self.layers}}
+        attend = {window: attention_for(attention, blocks, context.meta, window) for window in {layer.window for layer in self.layers}}
         hidden_AKD = embeddings_AKD
         for layer, keys, values in zip(self.layers, context.keys, context.values, strict=True):
-            hidden_AKD = layer(hidden_AKD, rotary, (keys, values), visible[layer.window])
+            hidden_AKD = layer(hidden_AKD, rotary, (keys, values), attend[layer.window])
         return self.norm(hidden_AKD)
 
     def forward(self, features_TLD: Tensor, meta: Context, embeddings_AKD: Tensor, blocks: Blocks) -> Tensor:
         """Hidden states [A, K, D] of all blocks of a pack: one extend and one draft. Works for an empty pack."""
-        return self.draft(embeddings_AKD, blocks, self.extend(None, features_TLD, meta))
+        return self.draft(embeddings_AKD, blocks, self.extend(None, features_TLD, meta), self.attention)
 
     def _rotary(self, positions: Tensor) -> Rotary:
         return Rotary.at(positions, self.config.head_dim, self.config.rope_parameters["rope_theta"])
-
-    @staticmethod
-    def _visible(blocks: Blocks, meta: Context, window: int | None) -> tuple[Tensor, Tensor]:
-        device = blocks.position_A.device
-        return context_visible_AKT(blocks, meta, window), block_visible_KK(blocks.block_size, window, device)
 
 
 def draft_value(config: Qwen3Config, name: str) -> Any:

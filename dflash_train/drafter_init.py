@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from dflash_train.attention import DenseAttention
 from dflash_train.config import TargetConfig
 from dflash_train.drafter import DFlashDraftModel, DraftLayer, Rotary
 from dflash_train.errors import UserError
@@ -183,4 +184,4 @@ def _run_copied_layer(drafter: DFlashDraftModel, weights: dict[str, Tensor], x_K
     rotary = Rotary.at(torch.arange(len(x_KD))[None], drafter.config.head_dim, drafter.config.rope_parameters["rope_theta"])
     no_context = torch.empty(0, drafter.config.num_key_value_heads, drafter.config.head_dim)
     causal = torch.ones(len(x_KD), len(x_KD), dtype=torch.bool).tril()
-    return layer(x_KD[None], rotary, (no_context, no_context), (torch.ones(1, 1, 0, dtype=torch.bool), causal))[0]
+    return layer(x_KD[None], rotary, (no_context, no_context), DenseAttention(torch.ones(1, 1, 0, dtype=torch.bool), causal))[0]

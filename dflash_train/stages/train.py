@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from dflash_train.attention import resolve_backend
 from dflash_train.blocks import eligible_anchors
 from dflash_train.checkpoint import (
     latest_checkpoint,
@@ -51,6 +52,7 @@ from dflash_train.training_data import PackReader, TrainingPack, load_packs
 # settings of `train` that may change when a run continues: they decide the weights no further than rounding, but for the number of steps,
 # which the learning rate follows
 _FREE = {
+    "attention",
     "max_steps",
     "epochs",
     "max_nonfinite_steps",
@@ -169,6 +171,9 @@ def _make_trainer(
     text = text_config(load_config(config.target))
     torch.manual_seed(config.seed)
     drafter = DFlashDraftModel(drafter_config(config.drafter, dataset.contract.layer_ids, text, text.vocab_size)).float()
+    drafter.attention = resolve_backend(config.train.attention, accelerator.device)
+    if accelerator.is_main_process:
+        print(f"train: attention {drafter.attention} on {accelerator.device}", flush=True)
     if checkpoint is not None:
         load_weights(checkpoint, drafter)
     elif config.drafter.init_from is InitFrom.target:
