@@ -66,6 +66,7 @@ class DenseAttention:
     context_visible_AKT: Tensor
     block_visible_KK: Tensor
 
+    @torch.compiler.disable
     def __call__(self, q_AKHd: Tensor, context_k_THd: Tensor, context_v_THd: Tensor, block_k_AKHd: Tensor, block_v_AKHd: Tensor) -> Tensor:
         num_blocks, block_size, num_heads, _ = q_AKHd.shape
         block_bytes = 4 * block_size * num_heads * (len(context_k_THd) + block_size)

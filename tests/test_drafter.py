@@ -1,6 +1,7 @@
 """The drafter: training forward against step-by-step decoding, who influences whom (case C20), sizes, refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,21 @@ def test_a_real_pack_gives_every_parameter_a_gradient_under_autocast():
     torch.testing.assert_close(hidden_AKD, exact_AKD, rtol=0, atol=0.15)
     hidden_AKD.square().sum().backward()
     assert all(weight.grad.dtype == torch.float32 and weight.grad.any() for weight in drafter.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_compiled_layers_compute_the_same_for_packs_of_any_size():
+    plain, compiled = make_drafter(LAYOUTS["mixed"]), make_drafter(LAYOUTS["mixed"])
+    compiled.compile_layers()
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for lengths, anchors in (([12, 8], [[0, 3, 4, 9], [2, 6]]), ([30], [[5, 20]]), ([9, 4, 11], [[1], [], [2, 3, 8]])):
+        features_TLD, context, blocks = make_pack(lengths, anchors)
+        outs = [drafter(features_TLD, context, embed(blocks), blocks) for drafter in (plain, compiled)]
+        gradients = [torch.autograd.grad(out.square().sum(), list(d.parameters())) for out, d in zip(outs, (plain, compiled), strict=True)]
+        torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_layers", [2, 5])

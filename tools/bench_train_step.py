@@ -68,7 +68,7 @@ from dflash_train.target import TargetEnds
 from dflash_train.trainer import Trainer
 from dflash_train.training_data import TrainingPack
 
-BACKENDS = ("dense", "tiled", "flex")
+BACKENDS = ("dense", "tiled", "flex")  # each also as NAME+compile
 PEERS = {"specforge": "specforge", "speculators": "speculators", "modelopt": "nvidia-modelopt"}  # by package
 OURS = "ours:"
 PEERS_SCRIPT = Path(__file__).with_name("peers_step.py")
@@ -82,13 +82,16 @@ Row = dict[str, Any]
 
 def make_trainer(shape: StepShape, dtype: str, backend: str) -> Trainer:
     """The trainer as stage=train makes it, with the weights and tables of `step_shapes`."""
-    if backend not in BACKENDS:
-        raise UserError(f"back end {backend}: choose among {', '.join(BACKENDS)}")
+    name, _, compiled = backend.partition("+")
+    if name not in BACKENDS or compiled not in ("", "compile"):
+        raise UserError(f"back end {backend}: choose among {', '.join(BACKENDS)}, or NAME+compile")
     settings = TrainConfig()
     accelerator = make_accelerator({"bf16": "bf16", "fp32": "no"}[dtype])
     drafter = DFlashDraftModel(drafter_config(shape)).float()
     drafter.load_state_dict(drafter_weights(shape, DTYPES[dtype]))
-    drafter.attention = AttentionBackend(backend)
+    drafter.attention = AttentionBackend(name)
+    if compiled:
+        drafter.compile_layers()
     return Trainer(
         accelerator=accelerator,
         drafter=drafter,
@@ -326,7 +329,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     shape_help = "one more shape as key=value,... on top of the shape `like` (repeatable); keys: those of StepShape in tools/step_shapes.py"
     parser.add_argument("--shape", type=shape_argument, action="append", default=[], help=shape_help)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: all")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["tiled"], help="of our attention (default: tiled)")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["tiled"],
+        help="of our attention: dense, tiled, flex; NAME+compile compiles the layers (default: tiled)",
+    )
     parser.add_argument("--peers-python", type=Path, metavar="PATH", help="python of the peers' environment; without it, ours alone")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all")
     parser.add_argument("--rounds", type=_at_least_one, default=5, help="processes per variant (default: %(default)s)")

@@ -53,6 +53,7 @@ from dflash_train.training_data import PackReader, TrainingPack, load_packs
 # which the learning rate follows
 _FREE = {
     "attention",
+    "compile",
     "max_steps",
     "epochs",
     "max_nonfinite_steps",
@@ -174,6 +175,8 @@ def _make_trainer(
     drafter.attention = resolve_backend(config.train.attention, accelerator.device)
     if accelerator.is_main_process:
         print(f"train: attention {drafter.attention} on {accelerator.device}", flush=True)
+    if config.train.compile:
+        _compile(drafter, accelerator)
     if checkpoint is not None:
         load_weights(checkpoint, drafter)
     elif config.drafter.init_from is InitFrom.target:
@@ -195,6 +198,18 @@ def _make_trainer(
         head_chunk_bytes=config.train.head_chunk_bytes,
         ema=ema,
     )
+
+
+def _compile(drafter: DFlashDraftModel, accelerator: Accelerator) -> None:
+    """Compiles the layers, or says why they run as they are."""
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=accelerator.device))
+    except Exception as error:  # whatever the compiler lacks
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if accelerator.is_main_process:
+            _warn(f"train.compile=true, but torch.compile does not work here, training goes on without it: {reason}")
+        return
+    drafter.compile_layers()
 
 
 @dataclass

@@ -190,6 +190,19 @@ def test_the_curves_are_drawn_and_a_failure_to_draw_ends_nothing(
     assert warning in capsys.readouterr().err.splitlines()
 
 
+def test_without_a_compiler_it_trains_all_the_same(
+    prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(function: object) -> None:
+        raise RuntimeError("no C++ compiler\nlooked in PATH")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    train.run(with_train(prepared, tmp_path, max_steps=1, compile=True))
+    out, err = capsys.readouterr()
+    assert "warning: train.compile=true, but torch.compile does not work here, training goes on without it: no C++ compiler\n" in err
+    assert "train: attention tiled on cpu\n" in out and "train: 1 steps" in out
+
+
 def test_samples_that_give_no_block_are_told(prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     dataset = FeatureDataset(prepared.features.dir)
     lone = dataset.refs("train")[0]
