@@ -26,7 +26,7 @@ from dflash_train.ema import Ema
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.launch import StopRequest
-from dflash_train.loss import LossResult, weighted_cross_entropy
+from dflash_train.loss import LossResult, weighted_loss
 from dflash_train.optimizer import DrafterOptimizer
 from dflash_train.packing import Step, packs_of_rank
 from dflash_train.target import TargetEnds
@@ -121,7 +121,7 @@ class Trainer:
     def _loss(self, pack: TrainingPack) -> tuple[Tensor, Tensor]:
         embeddings_AKD = F.embedding(pack.blocks.input_ids_AK, self.ends.embedding_VD).to(self.drafter.dtype)
         hidden_AKD = self.model(pack.features_TLD, pack.context, embeddings_AKD, pack.blocks)
-        result = weighted_cross_entropy(hidden_AKD, self.ends.head_VD, pack.blocks.labels_AK, pack.blocks.weights_AK, self.head_chunk_bytes)
+        result = weighted_loss(hidden_AKD, self.ends.head_VD, pack.blocks.labels_AK, pack.blocks.weights_AK, self.head_chunk_bytes)
         return result.loss_sum, _pack_totals(result, pack.blocks, num_tokens=len(pack.features_TLD))
 
 
