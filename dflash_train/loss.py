@@ -31,6 +31,9 @@ class Objective:
     dpace_alpha: float | None = None  # None: the weights that are given; alpha: D-PACE's, over the slots whose given weight is not 0
 
 
+CROSS_ENTROPY = Objective()
+
+
 @dataclass(frozen=True)
 class Teacher:
     """The target's own distribution of every slot: what it makes of row `row_AK` (int64) of the teacher states `state_TD`."""
@@ -54,13 +57,18 @@ class LossResult:
     right_AK: Tensor  # bool: the label is the most likely token
 
 
+def tv_share_at(step: int, total_steps: int, start: float) -> float:
+    """The share x of total variation at optimizer step `step` (0-based): 0 for the first `start` of all, then linear to 1 at the last."""
+    return max(0.0, (step / max(1, total_steps - 1) - start) / (1 - start))
+
+
 def weighted_loss(
     hidden_AKD: Tensor,
     head_VD: Tensor,
     labels_AK: Tensor,
     weights_AK: Tensor,
     chunk_bytes: int,
-    objective: Objective = Objective(),  # noqa: B008  frozen
+    objective: Objective = CROSS_ENTROPY,
     teacher: Teacher | None = None,
 ) -> LossResult:
     """Sum of weights times loss over the slots whose weight is not 0; works with no blocks at all.

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_train import loss
-from dflash_train.loss import LossResult, Objective, Teacher, dpace_weights, weighted_loss
+from dflash_train.config import Config, DrafterConfig, FeaturesConfig, Loss, PositionWeights, TrainConfig
+from dflash_train.errors import UserError
+from dflash_train.loss import CROSS_ENTROPY, LossResult, Objective, Teacher, dpace_weights, tv_share_at, weighted_loss
 from dflash_train.target import LogitScaling, TeacherHead
 
 A, K, V, D = 7, 5, 23, 6
@@ -60,7 +62,7 @@ def plain(
     head_VD: Tensor,
     labels_AK: Tensor,
     weights_AK: Tensor,
-    objective: Objective = Objective(),  # noqa: B008
+    objective: Objective = CROSS_ENTROPY,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum and weights."""
@@ -111,6 +113,12 @@ def test_dpace_worked_out_by_hand() -> None:
     counts_AK = torch.tensor([[False, True, True, True], [False, True, True, False]])
     expected = torch.tensor([[0.0, 54 / 32, 30 / 32, 15 / 32], [0.0, 39 / 32, 15 / 32, 0.0]])
     torch.testing.assert_close(dpace_weights(cross_entropy_AK, counts_AK, 0.5), expected)
+
+
+def test_total_variation_rises_to_1_at_the_last_step() -> None:
+    assert [tv_share_at(step, 9, 0.5) for step in range(9)] == [0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1]
+    assert [tv_share_at(step, 5, 0.0) for step in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+    assert tv_share_at(0, 1, 0.5) == 0
 
 
 def test_kl_and_total_variation_worked_out_by_hand() -> None:
@@ -230,6 +238,29 @@ def test_without_a_gradient_only_the_first_product_runs(monkeypatch: pytest.Monk
     arguments = problem(torch.float32)
     with torch.no_grad():
         assert weighted_loss(*arguments, ONE_BLOCK).loss_sum > 0
+
+
+def test_settings_without_effect_are_refused() -> None:
+    for setting, message in [
+        ({"tv_start": 0.5, "loss": Loss.kl}, r"^train\.tv_start=0\.5 has no effect with train\.loss=kl, only with kl_tv$"),
+        ({"dpace_alpha": 0.0}, r"^train\.dpace_alpha=0\.0 has no effect with train\.position_weights=decay, only with dpace$"),
+        ({"decay_gamma": 7.0, "position_weights": PositionWeights.dpace}, r"^train\.decay_gamma=7\.0 has no effect with .*=dpace, only"),
+        ({"dpace_alpha": 1.1, "position_weights": PositionWeights.dpace}, r"^train\.dpace_alpha=1\.1 must be at least 0 and at most 1"),
+        ({"tv_start": 1.0, "loss": Loss.kl_tv}, r"^train\.tv_start=1\.0 must be at least 0 and below 1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            TrainConfig(**setting)
+    assert TrainConfig().resolved_dpace_alpha is None
+    assert TrainConfig(position_weights=PositionWeights.dpace).resolved_dpace_alpha == 0.5
+    assert TrainConfig(position_weights=PositionWeights.dpace, dpace_alpha=0.0).resolved_dpace_alpha == 0.0
+
+
+@pytest.mark.parametrize("chosen", [Loss.kl, Loss.tv, Loss.kl_tv])
+def test_a_loss_against_the_target_needs_its_states(chosen: Loss) -> None:
+    layers, drafter, settings = {"layer_ids": [1, 3]}, DrafterConfig(mask_token_id=300), TrainConfig(loss=chosen)
+    with pytest.raises(UserError, match=rf"^train\.loss={chosen} needs .* features\.teacher_state=true"):
+        Config(features=FeaturesConfig(**layers), drafter=drafter, train=settings)
+    Config(features=FeaturesConfig(**layers, teacher_state=True), drafter=drafter, train=settings)
 
 
 class _Sizes(TorchDispatchMode):
