@@ -42,13 +42,15 @@ class Context:
 @dataclass
 class Blocks:
     """A drafting questions: int64 `position_A` (the anchor's position in its document), `document_A`, `input_ids_AK`, `labels_AK`
-    (`IGNORED_LABEL` where nothing counts) and float32 `weights_AK` (0 where nothing counts)."""
+    (`IGNORED_LABEL` where nothing counts) and float32 `weights_AK` (0 where nothing counts). `row_A` is the anchor's row in the pack,
+    None where a context is no pack."""
 
     position_A: Tensor
     document_A: Tensor
     input_ids_AK: Tensor
     labels_AK: Tensor
     weights_AK: Tensor
+    row_A: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -129,7 +131,8 @@ def build_blocks(
 
     position_A = _cat(anchors)
     document_A = torch.arange(len(documents)).repeat_interleave(torch.tensor([len(a) for a in anchors], dtype=torch.long))
-    blocks = single_blocks(ids_T[starts[document_A] + position_A], position_A, document_A, block_size, mask_token_id)
+    row_A = starts[document_A] + position_A
+    blocks = single_blocks(ids_T[row_A], position_A, document_A, block_size, mask_token_id)
     in_pack_AK = blocks.position_AK + starts[document_A, None]
     inside_AK = in_pack_AK < ends[document_A, None]
     in_pack_AK = torch.where(inside_AK, in_pack_AK, 0)
@@ -137,7 +140,7 @@ def build_blocks(
     supervised_AK[:, 0] = True  # the anchor is given, so it cannot break the supervision
     weights_AK = decay_weights(block_size, gamma) * supervised_AK.cumprod(dim=1)
     labels_AK = torch.where(weights_AK > 0, ids_T[in_pack_AK], IGNORED_LABEL)
-    return context, replace(blocks, labels_AK=labels_AK, weights_AK=weights_AK)
+    return context, replace(blocks, labels_AK=labels_AK, weights_AK=weights_AK, row_A=row_A)
 
 
 def single_blocks(anchor_ids_A: Tensor, position_A: Tensor, document_A: Tensor, block_size: int, mask_token_id: int) -> Blocks:
@@ -162,7 +165,8 @@ def _refuse_mask_token(ids_T: Tensor, context: Context, mask_token_id: int) -> N
 
 
 def _to(tensors: _Tensors, device: torch.device | str) -> _Tensors:
-    return replace(tensors, **{f.name: getattr(tensors, f.name).to(device, non_blocking=True) for f in fields(tensors)})
+    present = {f.name: value for f in fields(tensors) if (value := getattr(tensors, f.name)) is not None}
+    return replace(tensors, **{name: value.to(device, non_blocking=True) for name, value in present.items()})
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

@@ -81,6 +81,22 @@ class OptimizerKind(StrEnum):
     muon = "muon"  # torch.optim.Muon, scaled so that the learning rate of adamw fits
 
 
+class Loss(StrEnum):
+    """What a slot is held to: the data token, or the target's own distribution (which needs features.teacher_state)."""
+
+    ce = "ce"  # cross-entropy of the data token
+    kl = "kl"  # KL(target || drafter)
+    tv = "tv"  # total variation, half the sum of |p - q|: the share of drafted tokens that sampling would reject
+    kl_tv = "kl_tv"  # (1-x) kl + x tv, x rising in the course of the run (train.tv_start)
+
+
+class PositionWeights(StrEnum):
+    """What the slots of a block weigh against each other."""
+
+    decay = "decay"  # exp(-(k-1)/gamma) (train.decay_gamma)
+    dpace = "dpace"  # follows the drafter's own probabilities (train.dpace_alpha)
+
+
 class FeatureCodec(StrEnum):
     """How features are stored: bf16 two bytes a value, fp8 (e4m3, one scale per token and layer) one."""
 
@@ -255,7 +271,11 @@ class TrainConfig:
     tokens_per_step: int = 262144  # context tokens per optimizer step, over all processes
     tokens_per_pack: int = 4096  # context tokens in one forward and backward; a longer document makes a pack of its own
     anchors_per_document: int = 512  # blocks at most per document and epoch; every position comes once before any comes twice
-    decay_gamma: float | None = None  # slot k weighs exp(-(k-1)/gamma); null: 7, 5 or 4 by block size
+    loss: Loss = Loss.ce  # of a slot
+    tv_start: float | None = None  # share of the optimizer steps after which kl_tv begins to turn from kl to tv; null: 0.5
+    position_weights: PositionWeights = PositionWeights.decay  # of the slots of a block
+    decay_gamma: float | None = None  # with decay, slot k weighs exp(-(k-1)/gamma); null: 7, 5 or 4 by block size
+    dpace_alpha: float | None = None  # with dpace, what a hopeless slot leaves to those behind it, 0 to 1; null: 0.5
     shuffle_shards: int = 4  # shards whose samples are shuffled together
     mixed_precision: MixedPrecision = MixedPrecision.no  # compute dtype; master weights stay fp32
     attention: AttentionBackend = AttentionBackend.auto  # of the training step: dense, tiled or flex; auto picks by device
@@ -285,6 +305,7 @@ class TrainConfig:
         if self.ema is not None and not 0 < self.ema < 1:
             raise UserError(f"train.ema={self.ema} must lie between 0 and 1, both excluded; null: no moving average")
         self._check_decay_share()
+        self._check_objective()
         if self.tokens_per_pack > self.tokens_per_step:
             raise UserError(f"train.tokens_per_pack={self.tokens_per_pack} is larger than train.tokens_per_step={self.tokens_per_step}")
 
@@ -297,6 +318,29 @@ class TrainConfig:
                 f"train.decay_share={self.resolved_decay_share} must be greater than 0 and leave room for "
                 f"train.warmup_share={self.warmup_share}: at most {1 - self.warmup_share:g}"
             )
+
+    def _check_objective(self) -> None:
+        uses: list[tuple[str, str, StrEnum, StrEnum]] = [
+            ("tv_start", "loss", self.loss, Loss.kl_tv),
+            ("decay_gamma", "position_weights", self.position_weights, PositionWeights.decay),
+            ("dpace_alpha", "position_weights", self.position_weights, PositionWeights.dpace),
+        ]
+        for name, chooser, chosen, needed in uses:
+            if getattr(self, name) is not None and chosen is not needed:
+                raise UserError(f"train.{name}={getattr(self, name)} has no effect with train.{chooser}={chosen}, only with {needed}")
+        _share("train.tv_start", self.resolved_tv_start)
+        if self.dpace_alpha is not None and not 0 <= self.dpace_alpha <= 1:
+            raise UserError(f"train.dpace_alpha={self.dpace_alpha} must be at least 0 and at most 1")
+
+    @property
+    def resolved_tv_start(self) -> float:
+        """Share of the optimizer steps after which kl_tv begins to turn."""
+        return 0.5 if self.tv_start is None else self.tv_start
+
+    @property
+    def resolved_dpace_alpha(self) -> float | None:
+        """D-PACE's alpha, None with weights that decay."""
+        return (0.5 if self.dpace_alpha is None else self.dpace_alpha) if self.position_weights is PositionWeights.dpace else None
 
     @property
     def resolved_decay_share(self) -> float:
@@ -343,6 +387,10 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.loss is not Loss.ce and not self.features.teacher_state:
+            raise UserError(f"train.loss={self.train.loss} needs the target's distribution: set features.teacher_state=true and extract")
 
 
 def _positive(name: str, value: float) -> None:

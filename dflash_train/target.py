@@ -5,6 +5,7 @@ model that transformers loads, multimodal wrappers included), `TargetEnds` for t
 Only safetensors are read. A weight that the checkpoint lacks is refused, where transformers would go on with a random one.
 """
 
+import copy
 import hashlib
 import inspect
 import json
@@ -71,17 +72,53 @@ class Target:
     def logits(self, teacher_state_TD: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] of the input of the final norm: the target's own norm, head, logit scale and soft cap.
 
-        Modules are called past their hooks: another thread may be capturing through them. How a family scales its logits is read from the
-        settings that transformers 5.24 reads: Granite `logits_scaling`, Cohere `logit_scale`, Falcon-H1 `lm_head_multiplier`, Gemma
-        `final_logit_softcapping`. `Capture` holds the result to the model's own logits, so an unknown way is found.
+        Modules are called past their hooks: another thread may be capturing through them. `Capture` holds the result to the model's own
+        logits, so a way of scaling that `LogitScaling` does not know is found.
         """
-        head, text = _head(self.model), self.text_config
+        head = _head(self.model)
         normed_TD = self.final_norm.forward(teacher_state_TD.to(head.weight.device, self.model.dtype))
         logits_TV = head.forward(normed_TD.to(head.weight.dtype))
-        logits_TV = logits_TV * (getattr(text, "logit_scale", None) or 1) * (getattr(text, "lm_head_multiplier", None) or 1)
-        logits_TV = logits_TV / (getattr(text, "logits_scaling", None) or 1)
-        cap = getattr(text, "final_logit_softcapping", None)
-        return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap
+        return LogitScaling.of(self.text_config).apply_(logits_TV)
+
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """What a target does to the product with its head."""
+
+    factor: float
+    cap: float | None
+
+    @classmethod
+    def of(cls, text: PreTrainedConfig) -> "LogitScaling":
+        """As the settings that transformers 5.24 reads tell: Granite `logits_scaling`, Cohere `logit_scale`, Falcon-H1
+        `lm_head_multiplier`, Gemma `final_logit_softcapping`."""
+        factor = (getattr(text, "logit_scale", None) or 1) * (getattr(text, "lm_head_multiplier", None) or 1)
+        return cls(factor / (getattr(text, "logits_scaling", None) or 1), getattr(text, "final_logit_softcapping", None))
+
+    def apply_(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """The target's logits, in place of the product."""
+        if self.factor != 1:
+            logits_TV.mul_(self.factor)
+        return logits_TV if self.cap is None else logits_TV.div_(self.cap).tanh_().mul_(self.cap)
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """All that stands between a teacher state and the target's logits, but for the head's matrix."""
+
+    norm: nn.Module  # of the target's own class, frozen
+    bias_V: torch.Tensor | None
+    scaling: LogitScaling
+
+    @torch.no_grad()
+    def normed(self, state_CD: torch.Tensor) -> torch.Tensor:
+        """What the head's matrix is multiplied with."""
+        dtypes = [parameter.dtype for parameter in self.norm.parameters()]  # none: OLMo's norm has no weight
+        return self.norm(state_CD.to(dtypes[0]) if dtypes else state_CD)
+
+    def rescale_(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """The target's logits, in place of the product with the head's matrix."""
+        return self.scaling.apply_(logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V))
 
 
 @dataclass(frozen=True)
@@ -259,6 +296,23 @@ def load_ends(settings: TargetConfig, device: torch.device, dtype: torch.dtype) 
     return TargetEnds(embedding_VD, _load_end(settings, model, head, stored, device, dtype))
 
 
+def load_teacher_head(settings: TargetConfig, device: torch.device, dtype: torch.dtype) -> TeacherHead:
+    """Loads the final norm and, where there is one, the head's bias, and nothing else of the target.
+
+    Raises UserError when one is missing in the checkpoint or quantised.
+    """
+    config, folder = load_config(settings), target_dir(settings)
+    with torch.device("meta"):
+        model = _model_class(config).from_config(config, trust_remote_code=settings.trust_remote_code)
+    decoder, head, stored = _find_decoder(model), _head(model), stored_tensors(folder)
+    norm = _find_final_norm(decoder, _find_layers(decoder, text_config(config).num_hidden_layers))
+    weights = {name: _load_end(settings, model, norm, stored, device, dtype, name) for name, _ in norm.named_parameters()}
+    bias_V = None if head.bias is None else _load_end(settings, model, head, stored, device, dtype, "bias")
+    norm = copy.deepcopy(norm).requires_grad_(False)
+    norm.load_state_dict(weights, assign=True)
+    return TeacherHead(norm.eval(), bias_V, LogitScaling.of(text_config(config)))
+
+
 def _local_dir(settings: TargetConfig) -> Path | None:
     """The folder `target.path` names, or None for a hub id. Raises UserError when it can be neither."""
     folder = Path(settings.path)
@@ -367,35 +421,40 @@ def _load_end(
     stored: dict[str, StoredTensor],
     device: torch.device,
     dtype: torch.dtype,
+    parameter: str = "weight",
 ) -> torch.Tensor:
-    found = _find_stored(model, module, stored)
-    name = f"{_module_name(model, module)}.weight"
+    found = _find_stored(model, module, stored, parameter)
+    name, wanted = f"{_module_name(model, module)}.{parameter}", module.get_parameter(parameter)
     if found is None:
         relatives = [key for key in stored if key.startswith(f"{_module_name(model, module)}.")]
-        if relatives:
+        if relatives and wanted.ndim == 2:
             raise UserError(f"{_named(settings)} holds {name} in packed form ({', '.join(relatives[:3])}); it has to be a plain matrix")
-        raise UserError(f"{_named(settings)} lacks {name}, and its config does not tie the head to the embedding")
-    if found.dtype not in _PLAIN_DTYPES or found.shape != tuple(module.weight.shape):
+        why = ", and its config does not tie the head to the embedding" if wanted.ndim == 2 else ""
+        raise UserError(f"{_named(settings)} lacks {name}{why}")
+    if found.dtype not in _PLAIN_DTYPES or found.shape != tuple(wanted.shape):
+        kind = "matrix" if wanted.ndim == 2 else "vector"
         raise UserError(
-            f"{_named(settings)} holds {name} as {found.dtype} {list(found.shape)}; it has to be a plain matrix of "
-            f"{list(module.weight.shape)} in float32, bfloat16 or float16"
+            f"{_named(settings)} holds {name} as {found.dtype} {list(found.shape)}; it has to be a plain {kind} of "
+            f"{list(wanted.shape)} in float32, bfloat16 or float16"
         )
     return read_tensor(found, device).to(dtype)
 
 
-def _find_stored(model: "PreTrainedModel", module: nn.Module, stored: dict[str, StoredTensor]) -> StoredTensor | None:
-    """The stored tensor that transformers would load as this module's weight: older checkpoints name the same tensor differently."""
+def _find_stored(
+    model: "PreTrainedModel", module: nn.Module, stored: dict[str, StoredTensor], parameter: str = "weight"
+) -> StoredTensor | None:
+    """The stored tensor that transformers would load as this module's parameter: older checkpoints name the same tensor differently."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    name = f"{_module_name(model, module)}.weight"
+    name = f"{_module_name(model, module)}.{parameter}"
     if name in stored:
         return stored[name]
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     parameters = model.state_dict()
-    for key in (key for key, tensor in stored.items() if tensor.shape == tuple(module.weight.shape)):
+    for key in (key for key, tensor in stored.items() if tensor.shape == tuple(module.get_parameter(parameter).shape)):
         if rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)[0] == name:
             return stored[key]
     return None

@@ -26,10 +26,10 @@ from dflash_train.ema import Ema
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.launch import StopRequest
-from dflash_train.loss import LossResult, weighted_cross_entropy
+from dflash_train.loss import CROSS_ENTROPY, LossResult, Objective, Teacher, weighted_loss
 from dflash_train.optimizer import DrafterOptimizer
 from dflash_train.packing import Step, packs_of_rank
-from dflash_train.target import TargetEnds
+from dflash_train.target import TargetEnds, TeacherHead
 from dflash_train.training_data import TrainingPack
 
 _Pack = TypeVar("_Pack")
@@ -54,7 +54,8 @@ class StepFigures:
 class Trainer:
     """A drafter and its optimizer on this process; `model` is `drafter` as Accelerate wraps it.
 
-    With `ema`, the held-out evaluation measures the moving average. Any process's `stop` is heard by all of them.
+    With `ema`, the held-out evaluation measures the moving average. An objective with a teacher needs `teacher_head`. Any process's
+    `stop` is heard by all of them.
     """
 
     accelerator: Accelerator
@@ -65,9 +66,17 @@ class Trainer:
     max_grad_norm: float
     head_chunk_bytes: int
     ema: Ema | None = None
+    teacher_head: TeacherHead | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
-    def take_step(self, number: int, step: Step, packs: Iterator[TrainingPack], lr: float) -> StepFigures:
+    def take_step(
+        self,
+        number: int,
+        step: Step,
+        packs: Iterator[TrainingPack],
+        lr: float,
+        objective: Objective = CROSS_ENTROPY,
+    ) -> StepFigures:
         """Takes this process's packs of `step` and updates the weights once.
 
         A step in which no slot counts leaves weights, optimizer and average alone. So does one whose loss or gradient is not finite, with
@@ -76,7 +85,7 @@ class Trainer:
         self.optimizer.zero_grad()
         num_packs = len(packs_of_rank(step.packs, self.accelerator.process_index, self.accelerator.num_processes))
         try:
-            totals, stop_asked = accumulate(self.accelerator, self.model, packs, num_packs, self._loss, self.stop)
+            totals, stop_asked = accumulate(self.accelerator, self.model, packs, num_packs, partial(self._loss, objective), self.stop)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {number}: out of memory on {self.accelerator.device}: run again with a smaller train.tokens_per_pack, "
@@ -118,11 +127,18 @@ class Trainer:
         walks = sorted(gather_object(walks), key=lambda walk: order[walk.sample_id])
         return summarize(walks, self.drafter.block_size, seed) | {"anchor_tau": anchor_tau(gather_object([counts]))}
 
-    def _loss(self, pack: TrainingPack) -> tuple[Tensor, Tensor]:
+    def _loss(self, objective: Objective, pack: TrainingPack) -> tuple[Tensor, Tensor]:
         embeddings_AKD = F.embedding(pack.blocks.input_ids_AK, self.ends.embedding_VD).to(self.drafter.dtype)
         hidden_AKD = self.model(pack.features_TLD, pack.context, embeddings_AKD, pack.blocks)
-        result = weighted_cross_entropy(hidden_AKD, self.ends.head_VD, pack.blocks.labels_AK, pack.blocks.weights_AK, self.head_chunk_bytes)
+        labels_AK, weights_AK = pack.blocks.labels_AK, pack.blocks.weights_AK
+        teacher = None if objective.tv_share is None else self._teacher(pack)
+        result = weighted_loss(hidden_AKD, self.ends.head_VD, labels_AK, weights_AK, self.head_chunk_bytes, objective, teacher)
         return result.loss_sum, _pack_totals(result, pack.blocks, num_tokens=len(pack.features_TLD))
+
+    def _teacher(self, pack: TrainingPack) -> Teacher:
+        """Of slot k, which predicts the token at a+k, it is the state at a+k-1 that speaks."""
+        slots = torch.arange(pack.blocks.block_size, device=pack.blocks.row_A.device)
+        return Teacher(pack.teacher_state_TD, pack.blocks.row_A[:, None] + slots - 1, self.teacher_head)
 
 
 def accumulate(

@@ -25,6 +25,7 @@ class TrainingPack:
     features_TLD: Tensor
     context: Context
     blocks: Blocks
+    teacher_state_TD: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,14 @@ class EncodedPack:
     features: EncodedFeatures
     context: Context
     blocks: Blocks
+    teacher_state_TD: Tensor | None
 
     def to(self, device: torch.device | str) -> TrainingPack:
         """The pack on `device`, where its features are decoded to bf16."""
-        return TrainingPack(self.features.to(device).decode(), self.context.to(device), self.blocks.to(device))
+        state_TD = self.teacher_state_TD
+        if state_TD is not None:
+            state_TD = state_TD.to(device, non_blocking=True)
+        return TrainingPack(self.features.to(device).decode(), self.context.to(device), self.blocks.to(device), state_TD)
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,11 @@ class PackReader:
     block_size: int
     mask_token_id: int
     gamma: float | None
+    teacher_state: bool = False  # whether packs carry teacher states
 
     def read(self, epoch: int, refs: Pack) -> EncodedPack:
         """Reads the samples and draws their blocks. Raises UserError for an unreadable sample or one that contains the mask token."""
-        samples = self.dataset.read_encoded(refs, pin_memory=self.device.type == "cuda")
+        samples = self.dataset.read_encoded(refs, self.device.type == "cuda", self.teacher_state)
         lengths = [ref.num_tokens for ref in refs]
         documents = list(zip(samples.input_ids_T.split(lengths), samples.loss_mask_T.split(lengths), strict=True))
         anchors = [
@@ -62,7 +68,7 @@ class PackReader:
             for ref, (_, loss_mask_T) in zip(refs, documents, strict=True)
         ]
         context, blocks = build_blocks(documents, anchors, self.block_size, self.mask_token_id, self.gamma)
-        return EncodedPack(samples.features, context, blocks)
+        return EncodedPack(samples.features, context, blocks, samples.teacher_state_TD)
 
 
 def load_packs(

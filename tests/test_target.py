@@ -9,15 +9,27 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     EOS_ID,
     NUM_EMBEDDING_ROWS,
+    SMALL,
     make_gemma3,
     make_llama,
     make_mistral3_wrapper,
+    make_model,
     make_qwen3,
     make_qwen35_wrapper,
     make_tokenizer,
 )
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from dflash_train.config import Dtype, TargetConfig
 from dflash_train.errors import UserError
@@ -27,6 +39,7 @@ from dflash_train.target import (
     load_config,
     load_ends,
     load_target,
+    load_teacher_head,
     load_tokenizer,
     special_token_ids,
     target_dir,
@@ -38,6 +51,22 @@ from dflash_train.target import (
 CASES = Path(__file__).parent / "data" / "cases"
 CPU = torch.device("cpu")
 MAKERS = {"qwen3": make_qwen3, "llama": make_llama, "gemma3": make_gemma3, "qwen35_wrapper": make_qwen35_wrapper}
+
+
+SCALED = {  # families that rescale their logits, each in its own way, or have a head with a bias
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 3.0}),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "phi": (PhiForCausalLM, PhiConfig, {}),
+}
+
+
+def make_scaled(folder: Path, name: str) -> Path:
+    model_class, config_class, scaling = SCALED[name]
+    make_model(folder, model_class, config_class(**SMALL | scaling), "plain.jinja", 0)
+    if name == "phi":
+        edit_weights(folder, lambda tensors: tensors | {"lm_head.bias": torch.linspace(-2, 2, NUM_EMBEDDING_ROWS)})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +332,36 @@ def test_a_head_with_a_bias_is_refused(folders, monkeypatch):
     monkeypatch.setattr(Qwen3ForCausalLM, "get_output_embeddings", lambda model: nn.Linear(32, 320, bias=True))
     with pytest.raises(UserError, match="head is Linear.*bias=True"):
         load_ends(settings(folders["qwen3"]), CPU, torch.float32)
+
+
+# --- from a teacher state to logits ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*MAKERS, *SCALED])
+def test_logits_of_a_teacher_state_without_the_whole_target(folders, tmp_path, name, dtype):
+    folder = folders.get(name) or make_scaled(tmp_path, name)
+    target = load_target(settings(folder, dtype=Dtype(str(dtype).removeprefix("torch."))), CPU)
+    state_TD = 3 * torch.randn(9, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    head = load_teacher_head(settings(folder), CPU, dtype)
+    assert not any(parameter.requires_grad for parameter in head.norm.parameters())
+    assert head.norm is not target.final_norm and head.normed(state_TD).dtype == dtype
+    product_TV = head.normed(state_TD) @ target.model.get_output_embeddings().weight.T
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(head.rescale_(product_TV), target.logits(state_TD), **tolerance)
+
+
+def test_a_teacher_head_reads_the_final_norm_alone(folders, monkeypatch):
+    read = []
+    monkeypatch.setattr("dflash_train.target.read_tensor", lambda stored, device: read.append(stored.name) or torch.ones(stored.shape))
+    load_teacher_head(settings(folders["qwen3"]), CPU, torch.float32)
+    assert read == ["model.norm.weight"]
+
+
+def test_a_missing_final_norm_is_refused(copy):
+    edit_weights(folder := copy("qwen3"), lambda tensors: {name: tensors[name] for name in tensors if name != "model.norm.weight"})
+    with pytest.raises(UserError, match=r"lacks model\.norm\.weight$"):
+        load_teacher_head(settings(folder), CPU, torch.float32)
 
 
 # --- tokenizer ---

@@ -28,7 +28,7 @@ def features_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("training_data")
     target = tiny_models.make_qwen3(folder / "target")
     make_samples(folder, target)
-    config = extract_config(folder, target)
+    config = extract_config(folder, target, teacher_state=True)
     run(config)
     return Path(config.features.dir)
 
@@ -39,7 +39,8 @@ def reader(features_dir: Path) -> PackReader:
 
 
 def make_reader(features_dir: Path, device: str = "cpu", mask_token_id: int = MASK_TOKEN_ID) -> PackReader:
-    return PackReader(FeatureDataset(features_dir), torch.device(device), SEED, NUM_ANCHORS, BLOCK_SIZE, mask_token_id, None)
+    shape = NUM_ANCHORS, BLOCK_SIZE, mask_token_id, None
+    return PackReader(FeatureDataset(features_dir), torch.device(device), SEED, *shape, teacher_state=True)
 
 
 def steps_of(reader: PackReader, num_steps: int = 6) -> list[Step]:
@@ -49,7 +50,7 @@ def steps_of(reader: PackReader, num_steps: int = 6) -> list[Step]:
 
 
 def tensors(pack: TrainingPack) -> list[torch.Tensor]:
-    return [pack.features_TLD, *vars(pack.context).values(), *vars(pack.blocks).values()]
+    return [pack.features_TLD, pack.teacher_state_TD, *vars(pack.context).values(), *vars(pack.blocks).values()]
 
 
 def plain_packs(reader: PackReader, steps: list[Step]) -> Iterator[TrainingPack]:
@@ -59,7 +60,8 @@ def plain_packs(reader: PackReader, steps: list[Step]) -> Iterator[TrainingPack]
             samples = [reader.dataset.read(ref) for ref in refs]
             anchors = [draw_anchors(sample.loss_mask_T, NUM_ANCHORS, SEED, step.epoch, sample.sample_id) for sample in samples]
             context, blocks = build_blocks([(s.input_ids_T, s.loss_mask_T) for s in samples], anchors, BLOCK_SIZE, MASK_TOKEN_ID)
-            yield TrainingPack(torch.cat([sample.features_TLD for sample in samples]), context, blocks)
+            states_TD = torch.cat([sample.teacher_state_TD for sample in samples])
+            yield TrainingPack(torch.cat([sample.features_TLD for sample in samples]), context, blocks, states_TD)
 
 
 def assert_equal(ours: list[TrainingPack], theirs: list[TrainingPack]) -> None:
@@ -77,6 +79,18 @@ def test_packs_that_are_held_together_are_those_read_one_by_one(reader: PackRead
     assert {step.epoch for step in steps} == {0, 1} and max(len(pack) for step in steps for pack in step.packs) > 1
     assert_equal(list(load_packs(reader, steps, 0, 1, num_workers)), list(plain_packs(reader, steps)))
     assert not reading_threads()
+
+
+def test_teacher_states_are_read_when_asked_for_and_lie_behind_the_anchors_row(reader: PackReader) -> None:
+    steps = steps_of(reader, 1)
+    packs = list(load_packs(reader, steps, 0, 1, num_workers=0))
+    assert packs[0].teacher_state_TD.dtype == torch.bfloat16
+    for refs, pack in zip(steps[0].packs, packs, strict=True):
+        blocks = pack.blocks
+        for row, document, position in zip(blocks.row_A.tolist(), blocks.document_A.tolist(), blocks.position_A.tolist(), strict=True):
+            assert torch.equal(pack.teacher_state_TD[row], reader.dataset.read(refs[document]).teacher_state_TD[position])
+    without = load_packs(replace(reader, teacher_state=False), steps, 0, 1, num_workers=0)
+    assert all(pack.teacher_state_TD is None for pack in without)
 
 
 def test_the_processes_share_the_packs_of_each_step(reader: PackReader) -> None:
@@ -154,6 +168,8 @@ def test_packs_on_a_gpu_are_those_on_the_cpu(features_dir: Path) -> None:
     steps = steps_of(reader)
     packs = list(load_packs(reader, steps, 0, 1, num_workers=2))
     assert all(tensor.device.type == "cuda" for pack in packs for tensor in tensors(pack))
-    on_cpu = [TrainingPack(pack.features_TLD.cpu(), pack.context.to("cpu"), pack.blocks.to("cpu")) for pack in packs]
+    on_cpu = [
+        TrainingPack(pack.features_TLD.cpu(), pack.context.to("cpu"), pack.blocks.to("cpu"), pack.teacher_state_TD.cpu()) for pack in packs
+    ]
     torch.cuda.synchronize()
     assert_equal(on_cpu, list(plain_packs(reader, steps)))

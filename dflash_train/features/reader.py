@@ -71,11 +71,12 @@ class EncodedFeatures:
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples behind one another on the CPU, T tokens together: `input_ids_T` int64, `loss_mask_T` bool."""
+    """Samples behind one another on the CPU, T tokens together: `input_ids_T` int64, `loss_mask_T` bool, `teacher_state_TD` bf16."""
 
     input_ids_T: Tensor
     loss_mask_T: Tensor
     features: EncodedFeatures
+    teacher_state_TD: Tensor | None  # where asked for
 
 
 class FeatureDataset:
@@ -112,23 +113,23 @@ class FeatureDataset:
         Raises UserError naming the file when it is gone or ends early.
         """
         pin_memory = torch.device(device).type == "cuda"
-        encoded = self.read_encoded([ref], pin_memory)
-        teacher_state_TD = None
-        if self.contract.teacher_state:
-            teacher_state_TD = self._rows("teacher_state", [ref], pin_memory).to(device, non_blocking=True).to(dtype)
+        encoded = self.read_encoded([ref], pin_memory, self.contract.teacher_state)
+        state_TD = encoded.teacher_state_TD
+        teacher_state_TD = None if state_TD is None else state_TD.to(device, non_blocking=True).to(dtype)
         features_TLD = encoded.features.to(device).decode(dtype)
         return Sample(ref.sample_id, encoded.input_ids_T, encoded.loss_mask_T, features_TLD, teacher_state_TD)
 
-    def read_encoded(self, refs: Sequence[SampleRef], pin_memory: bool = False) -> EncodedSamples:
-        """Reads the samples `refs` behind one another, without teacher states; none at all gives T = 0.
+    def read_encoded(self, refs: Sequence[SampleRef], pin_memory: bool = False, teacher_state: bool = False) -> EncodedSamples:
+        """Reads the samples `refs` behind one another, with `teacher_state` their teacher states too; none at all gives T = 0.
 
-        `pin_memory` makes the copy of the features to a GPU asynchronous. Raises UserError like `read`.
+        `pin_memory` makes the copy of features and states to a GPU asynchronous. Raises UserError like `read`.
         """
         names = self._codec.token_layout(len(self.contract.layer_ids.ids), self.contract.hidden_size)
         return EncodedSamples(
             input_ids_T=self._rows("input_ids", refs).long(),
             loss_mask_T=self._rows("loss_mask", refs).bool(),
             features=EncodedFeatures(self._codec, {name: self._rows(name, refs, pin_memory) for name in names}),
+            teacher_state_TD=self._rows("teacher_state", refs, pin_memory) if teacher_state else None,
         )
 
     def read_loss_mask(self, ref: SampleRef) -> Tensor:

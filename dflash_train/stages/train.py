@@ -1,10 +1,10 @@
 """stage=train: a drafter from the feature dataset, on any number of processes, resumable after a kill at any moment.
 
-Reads the features, and of the target only its config, tokenizer, embedding and head. Writes into `run_dir/train`: `checkpoints/`,
-`best.json` (by held-out replay tau), `metrics.jsonl` and its picture `curves.png`. What decides the weights is in each checkpoint's state
-and compared when a run continues: contract, data, seed and the settings of `_identity`. Every step and draw is a function of these and of
-the number of steps, so a run that was killed or asked to stop (SIGTERM, SIGUSR1) ends with the weights of one that was not. The number of
-steps may be raised.
+Reads the features, and of the target only its config, tokenizer, embedding, head and, for a loss against its distribution, final norm.
+Writes into `run_dir/train`: `checkpoints/`, `best.json` (by held-out replay tau), `metrics.jsonl` and its picture `curves.png`. What
+decides the weights is in each checkpoint's state and compared when a run continues: contract, data, seed and the settings of `_identity`.
+Every step and draw is a function of these and of the number of steps, so a run that was killed or asked to stop (SIGTERM, SIGUSR1) ends
+with the weights of one that was not. The number of steps may be raised.
 """
 
 import random
@@ -31,7 +31,7 @@ from dflash_train.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from dflash_train.config import Config, InitFrom, MixedPrecision, Stage
+from dflash_train.config import Config, InitFrom, Loss, MixedPrecision, Stage
 from dflash_train.curves import write_curves
 from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.drafter_init import init_from_target
@@ -40,17 +40,18 @@ from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.launch import from_main_process, keep_until_exit, make_accelerator
 from dflash_train.layers import FeatureContract
+from dflash_train.loss import Objective, tv_share_at
 from dflash_train.optimizer import lr_at, make_optimizer
 from dflash_train.packing import Coverage, RunPlan, pack_fill, usable
 from dflash_train.progress import Progress
 from dflash_train.run_folder import open_stage_dir, stage_dir
-from dflash_train.target import check_layers_and_mask, contract_for, load_config, load_ends, load_tokenizer, text_config
+from dflash_train.target import check_layers_and_mask, contract_for, load_config, load_ends, load_teacher_head, load_tokenizer, text_config
 from dflash_train.tracking import Tracker
 from dflash_train.trainer import StepFigures, Trainer
 from dflash_train.training_data import PackReader, TrainingPack, load_packs
 
 # settings of `train` that may change when a run continues: they decide the weights no further than rounding, but for the number of steps,
-# which the learning rate follows
+# which the learning rate and the share of total variation follow
 _FREE = {
     "attention",
     "compile",
@@ -197,6 +198,7 @@ def _make_trainer(
         max_grad_norm=config.train.max_grad_norm,
         head_chunk_bytes=config.train.head_chunk_bytes,
         ema=ema,
+        teacher_head=None if config.train.loss is Loss.ce else load_teacher_head(config.target, accelerator.device, head_dtype),
     )
 
 
@@ -262,7 +264,7 @@ class _Run:
             for number, step in enumerate(self.plan.steps(first, self.total_steps), start=first + 1):
                 started = time.monotonic()
                 lr = self._lr(number - 1)
-                figures = self.trainer.take_step(number, step, packs, lr)
+                figures = self.trainer.take_step(number, step, packs, lr, self._objective(number - 1))
                 seconds = time.monotonic() - started
                 self.rates.add(figures, len(step.packs), seconds)
                 self.state |= {"step": number, "epoch": step.epoch, "replay": None}
@@ -284,6 +286,19 @@ class _Run:
     def _lr(self, step: int) -> float:
         settings = self.settings
         return lr_at(step, self.total_steps, settings.lr, settings.warmup_share, settings.schedule, settings.resolved_decay_share)
+
+    def _objective(self, step: int) -> Objective:
+        settings = self.settings
+        match settings.loss:
+            case Loss.ce:
+                tv_share = None
+            case Loss.kl:
+                tv_share = 0.0
+            case Loss.tv:
+                tv_share = 1.0
+            case Loss.kl_tv:
+                tv_share = tv_share_at(step, self.total_steps, settings.resolved_tv_start)
+        return Objective(tv_share, settings.resolved_dpace_alpha)
 
     def _last_line(self) -> str:
         step, folder = self.state["step"], self.train_dir / "checkpoints"
@@ -335,6 +350,7 @@ class _Run:
             block_size=drafter.block_size,
             mask_token_id=drafter.mask_token_id,
             gamma=settings.decay_gamma,
+            teacher_state=settings.loss is not Loss.ce,
         )
         steps = self.plan.steps(first, self.total_steps)
         return load_packs(reader, steps, accelerator.process_index, accelerator.num_processes, settings.loader_workers)
@@ -348,6 +364,8 @@ class _Run:
         position = {name: self.state[name] for name in ("step", "epoch", "skipped_steps", "nonfinite_steps")}
         shown = {name: getattr(figures, name) for name in ("loss", "grad_norm", "train_anchor_tau", "train_acceptance_by_position")}
         data = {"coverage": self.coverage.share, "fill": rates.num_tokens / (rates.num_packs * self.settings.tokens_per_pack)}
+        if self.settings.loss is Loss.kl_tv:
+            shown["tv_share"] = self._objective(self.state["step"] - 1).tv_share
         tracker.log(position | shown | {"lr": lr} | data | rates.per_second() | {"seconds_left": seconds_left})
 
     def _evaluate_and_save(self, tracker: Tracker, progress: Progress, stop_asked: bool) -> None:

@@ -344,16 +344,16 @@ def test_too_many_steps_that_are_not_finite_end_the_run(
     config = with_train(prepared, tmp_path, max_steps=8, max_nonfinite_steps=2, ema=0.9)
     take_step = Trainer.take_step
 
-    def without_some(self: Trainer, number: int, step: Step, packs: Iterator[TrainingPack], lr: float) -> StepFigures:
+    def without_some(self: Trainer, number: int, step: Step, packs: Iterator[TrainingPack], *rest: object) -> StepFigures:
         if number not in (2, 4, 6):
-            return take_step(self, number, step, packs, lr)
+            return take_step(self, number, step, packs, *rest)
 
         def spoiled() -> Iterator[TrainingPack]:
             for pack in packs:
                 pack.features_TLD.fill_(float("inf"))
                 yield pack
 
-        return take_step(self, number, step, spoiled(), lr)
+        return take_step(self, number, step, spoiled(), *rest)
 
     monkeypatch.setattr(Trainer, "take_step", without_some)
     with pytest.raises(UserError, match=r"^3 steps of the run were skipped .* more than train\.max_nonfinite_steps=2: look at the samples"):
