@@ -6,21 +6,21 @@ sum of weights over all packs and processes, and detached figures per slot for t
 
 The head is frozen, so the gradient of a chunk's hidden states is complete as soon as its logits are known: it is computed in the
 forward and the logits are dropped. The head costs two products instead of the three of a checkpointed loss (three instead of four with
-a teacher), and memory is one chunk. Functions that end in _ change the matrices they are given, nothing else, and never look at a value,
-so they can be compiled.
+a teacher), and memory is one chunk. Functions that end in _ change the matrices they are given.
 Source: DFlash, arXiv 2602.06036 (position-weighted cross-entropy); D-PACE, arXiv 2605.18810 (weights that follow the drafter); the
 gradient in the forward is the idea of Liger Kernel's fused linear cross-entropy, arXiv 2410.10989.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_train.target import TeacherHead
+
+SLAB_BYTES = 1 << 20  # on a CPU: of a matrix in the softmax's dtype, so that a few of them lie in a core's cache
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def weighted_loss(
     """Sum of weights times loss over the slots whose weight is not 0; works with no blocks at all.
 
     Products run in the head's dtype, under autocast too, and softmax and loss in fp32, or in float64 when the head is. `chunk_bytes`
-    bounds what is held at once of the logits (and, with a teacher, of two more matrices like them), in whole blocks and at least one.
+    bounds what is held at once of the logits and of what is computed from them, in whole blocks and at least one.
     Head and teacher get no gradient. The objective decides whether there has to be a teacher.
     """
     assert (teacher is None) == (objective.tv_share is None)
@@ -99,16 +99,17 @@ class _FrozenHeadLoss(torch.autograd.Function):
         loss_AK, cross_entropy_AK = torch.zeros_like(used_AK), torch.zeros_like(used_AK)
         right_AK = torch.zeros_like(used_AK, dtype=torch.bool)
         grad_AKD = torch.zeros_like(hidden_AKD) if with_gradient else None
-        memory = _ChunkMemory(head_VD, used_AK, chunk_bytes, num_matrices=1 if teacher is None else 3)
+        memory = _ChunkMemory(head_VD, used_AK, chunk_bytes, has_teacher=teacher is not None)
         # custom functions run under the caller's autocast, which would overrule the dtypes chosen here
         with torch.autocast(hidden_AKD.device.type, enabled=False):
             for chunk in memory.chunks():
                 at = weights_AK[chunk].nonzero(as_tuple=True)
                 hidden_CD, labels_C = hidden_AKD[chunk][at], labels_AK[chunk][at]
                 if teacher is None:
-                    slots = _against_data(memory, hidden_CD, labels_C)
+                    slabs = _against_data(memory, hidden_CD, labels_C)
                 else:
-                    slots = _against_teacher(memory, hidden_CD, labels_C, teacher.head, teacher.states(chunk, at), objective)
+                    slabs = _against_teacher(memory, hidden_CD, labels_C, teacher.head, teacher.states(chunk, at), objective.tv_share)
+                slots = _Slots.of(slabs, used_AK)
                 loss_AK[chunk][at], cross_entropy_AK[chunk][at], right_AK[chunk][at] = slots.loss_C, slots.cross_entropy_C, slots.right_C
                 if objective.dpace_alpha is not None:
                     used_AK[chunk] = dpace_weights(cross_entropy_AK[chunk], weights_AK[chunk] != 0, objective.dpace_alpha)
@@ -138,114 +139,122 @@ def dpace_weights(cross_entropy_AK: Tensor, counts_AK: Tensor, alpha: float) -> 
 
 
 class _ChunkMemory:
-    """Matrices [C, V] that one chunk after another works in, C being its counting slots.
+    """Matrices [C, V] in the head's dtype that one chunk after another works in, C being its counting slots; the first holds the drafter's
+    logits and then their gradient. Softmax and loss go through them slab by slab, in `scratch` [rows, V] of a wider dtype.
 
-    Fresh ones per chunk would cost the kernel's zeroed pages each time: a tenth of the products.
+    Fresh memory per chunk would cost the kernel's zeroed pages each time, and on a CPU a slab stays in the cache, where a chunk would
+    travel to memory and back for every operation on it.
     """
 
-    def __init__(self, head_VD: Tensor, weights_AK: Tensor, chunk_bytes: int, num_matrices: int) -> None:
-        self.head_VD, self.num_blocks, dtype = head_VD, len(weights_AK), weights_AK.dtype
-        bytes_per_block = num_matrices * weights_AK.shape[1] * len(head_VD) * dtype.itemsize
-        self.blocks_per_chunk = max(1, chunk_bytes // bytes_per_block)
-        shape = min(self.blocks_per_chunk, self.num_blocks) * weights_AK.shape[1], len(head_VD)
-        self._wide = [head_VD.new_empty(shape, dtype=dtype) for _ in range(num_matrices)]
-        self._narrow = None if dtype == head_VD.dtype else head_VD.new_empty(shape)
+    def __init__(self, head_VD: Tensor, weights_AK: Tensor, chunk_bytes: int, has_teacher: bool) -> None:
+        (self.num_blocks, block_size), vocab, wide = weights_AK.shape, len(head_VD), weights_AK.dtype
+        num_matrices, num_scratch = (2, 3) if has_teacher else (1, 1)
+        in_slabs = head_VD.device.type == "cpu"
+        bytes_per_logit = num_matrices * head_VD.itemsize + (0 if in_slabs else num_scratch * wide.itemsize)
+        self.blocks_per_chunk = max(1, chunk_bytes // (bytes_per_logit * block_size * vocab))
+        num_rows = min(self.blocks_per_chunk, self.num_blocks) * block_size
+        self.rows_per_slab = max(1, SLAB_BYTES // (vocab * wide.itemsize) if in_slabs else num_rows)
+        self.head_VD = head_VD
+        self.matrices = [head_VD.new_empty(num_rows, vocab) for _ in range(num_matrices)]
+        self.scratch = [head_VD.new_empty(min(self.rows_per_slab, num_rows), vocab, dtype=wide) for _ in range(num_scratch)]
 
     def chunks(self) -> Iterator[slice]:
         """Whole blocks, in order."""
         for first in range(0, self.num_blocks, self.blocks_per_chunk):
             yield slice(first, first + self.blocks_per_chunk)
 
-    def matrices(self, num_rows: int) -> list[Tensor]:
-        """The matrices in the dtype of the softmax."""
-        return [matrix_CV[:num_rows] for matrix_CV in self._wide]
+    def product(self, rows_CD: Tensor, matrix: int) -> Tensor:
+        """Rows times head, [C, V] in a matrix."""
+        return torch.mm(rows_CD.to(self.head_VD.dtype), self.head_VD.T, out=self.matrices[matrix][: len(rows_CD)])
 
-    def product(self, rows_CD: Tensor, out_CV: Tensor) -> Tensor:
-        """Rows times head, in the head's dtype: in `out_CV` where that has it, else in a matrix that the next product takes."""
-        if self._narrow is not None:
-            out_CV = self._narrow[: len(rows_CD)]
-        return torch.mm(rows_CD.to(self.head_VD.dtype), self.head_VD.T, out=out_CV)
-
-    def back(self, gradient_CV: Tensor) -> Tensor:
-        """Gradient of the rows from that of their logits, in the head's dtype."""
-        if self._narrow is not None:
-            gradient_CV = self._narrow[: len(gradient_CV)].copy_(gradient_CV)
-        return gradient_CV @ self.head_VD
+    def slabs(self, labels_C: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
+        """The labels of a few rows after another, these rows of the matrices, and scratch for them."""
+        for first in range(0, len(labels_C), self.rows_per_slab):
+            labels_S = labels_C[first : first + self.rows_per_slab]
+            rows = slice(first, first + len(labels_S))
+            yield labels_S, [matrix[rows] for matrix in self.matrices], [scratch[: len(labels_S)] for scratch in self.scratch]
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """A chunk's figures; `gradient` may be called once: it gives the loss's by the logits as a matrix and a factor per row."""
+    """A chunk's figures; the gradient of its logits is `factor_C` times the first matrix."""
 
     loss_C: Tensor
     cross_entropy_C: Tensor
     right_C: Tensor
-    gradient: Callable[[], tuple[Tensor, Tensor]]
+    factor_C: Tensor
+
+    @classmethod
+    def of(cls, slabs: list[tuple[Tensor, ...]], like_C: Tensor) -> "_Slots":
+        """Joins the figures of a chunk's slabs."""
+        empty = like_C.new_empty(0)
+        return cls(*map(torch.cat, zip(*slabs, strict=True))) if slabs else cls(empty, empty, empty.bool(), empty)
 
 
-def _against_data(memory: _ChunkMemory, hidden_CD: Tensor, labels_C: Tensor) -> _Slots:
-    (numerators_CV,) = memory.matrices(len(labels_C))
-    cross_entropy_C, right_C, total_C = _cross_entropy_(numerators_CV, memory.product(hidden_CD, numerators_CV), labels_C)
-    return _Slots(cross_entropy_C, cross_entropy_C, right_C, partial(_cross_entropy_gradient_, numerators_CV, total_C, labels_C))
+def _against_data(memory: _ChunkMemory, hidden_CD: Tensor, labels_C: Tensor) -> list[tuple[Tensor, ...]]:
+    memory.product(hidden_CD, 0)
+    figures = []
+    for labels_S, (logits_SV,), (wide_SV,) in memory.slabs(labels_C):
+        cross_entropy_S, right_S, total_S = _cross_entropy_(wide_SV.copy_(logits_SV), labels_S)
+        logits_SV.copy_(wide_SV)
+        figures.append((cross_entropy_S, cross_entropy_S, right_S, total_S.reciprocal()))
+    return figures
 
 
 def _against_teacher(
-    memory: _ChunkMemory, hidden_CD: Tensor, labels_C: Tensor, head: TeacherHead, state_CD: Tensor, objective: Objective
-) -> _Slots:
-    ours_CV, teacher_CV, scratch_CV = memory.matrices(len(labels_C))
-    cross_entropy_C, right_C = _log_softmax_(ours_CV, scratch_CV, memory.product(hidden_CD, ours_CV), labels_C)
-    logits_CV = memory.product(head.normed(state_CD), teacher_CV)
-    _log_softmax_(teacher_CV, scratch_CV, head.rescale_(teacher_CV.copy_(logits_CV)), labels_C)
-    kl_C, tv_C = _distances_(ours_CV, teacher_CV, scratch_CV)
-    share = objective.tv_share
-    gradient = partial(_distance_gradient_, scratch_CV, teacher_CV, ours_CV, share)
-    return _Slots(kl_C * (1 - share) + tv_C * share, cross_entropy_C, right_C, gradient)
+    memory: _ChunkMemory, hidden_CD: Tensor, labels_C: Tensor, head: TeacherHead, state_CD: Tensor, tv_share: float
+) -> list[tuple[Tensor, ...]]:
+    memory.product(hidden_CD, 0)
+    memory.product(head.normed(state_CD), 1)
+    figures = []
+    for labels_S, (logits_SV, teachers_SV), (ours_SV, teacher_SV, scratch_SV) in memory.slabs(labels_C):
+        cross_entropy_S, right_S = _log_softmax_(ours_SV.copy_(logits_SV), scratch_SV, labels_S)
+        _log_softmax_(head.rescale_(teacher_SV.copy_(teachers_SV)), scratch_SV, labels_S)
+        kl_S, tv_S = _distances_(ours_SV, teacher_SV, scratch_SV)
+        logits_SV.copy_(_distance_gradient_(scratch_SV, teacher_SV, ours_SV, tv_share))
+        figures.append((kl_S * (1 - tv_share) + tv_S * tv_share, cross_entropy_S, right_S, torch.ones_like(kl_S)))
+    return figures
 
 
 def _hidden_gradient(memory: _ChunkMemory, slots: _Slots, weights_C: Tensor) -> Tensor:
     """Gradient of the weighted sum, with the factors per row applied on the small side."""
-    gradient_CV, factor_C = slots.gradient()
-    return memory.back(gradient_CV).to(weights_C.dtype).mul_((weights_C * factor_C)[:, None])
+    grad_CD = memory.matrices[0][: len(weights_C)] @ memory.head_VD
+    return grad_CD.to(weights_C.dtype).mul_((weights_C * slots.factor_C)[:, None])
 
 
-def _cross_entropy_(numerators_CV: Tensor, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, whether the label is the argmax, and the softmax's denominator; its numerators go where the logits may lie."""
-    peak_C, label_C = _peak_and_label(numerators_CV.dtype, logits_CV, labels_C)
-    total_C = torch.sub(logits_CV, peak_C[:, None], out=numerators_CV).exp_().sum(-1)
-    return peak_C - label_C + total_C.log(), label_C == peak_C, total_C
+def _cross_entropy_(logits_SV: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, whether the label is the argmax, and the softmax's denominator, times which the logits become their gradient."""
+    peak_S, label_S = _peak_and_label(logits_SV, labels_S)
+    total_S = logits_SV.sub_(peak_S[:, None]).exp_().sum(-1)
+    logits_SV.scatter_add_(1, labels_S[:, None], -total_S[:, None])
+    return peak_S - label_S + total_S.log(), label_S == peak_S, total_S
 
 
-def _cross_entropy_gradient_(numerators_CV: Tensor, total_C: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax - one-hot, as a matrix in place of the numerators and a factor per row."""
-    return numerators_CV.scatter_add_(1, labels_C[:, None], -total_C[:, None]), total_C.reciprocal()
+def _log_softmax_(logits_SV: Tensor, scratch_SV: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and whether the label is the argmax; the logits become logarithms of probabilities."""
+    peak_S, label_S = _peak_and_label(logits_SV, labels_S)
+    logits_SV.sub_(peak_S[:, None])
+    log_total_S = torch.exp(logits_SV, out=scratch_SV).sum(-1).log()
+    logits_SV.sub_(log_total_S[:, None])
+    return peak_S - label_S + log_total_S, label_S == peak_S
 
 
-def _log_softmax_(out_CV: Tensor, scratch_CV: Tensor, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and whether the label is the argmax; the logarithms of the probabilities go where the logits may lie."""
-    peak_C, label_C = _peak_and_label(out_CV.dtype, logits_CV, labels_C)
-    torch.sub(logits_CV, peak_C[:, None], out=out_CV)
-    log_total_C = torch.exp(out_CV, out=scratch_CV).sum(-1).log()
-    out_CV.sub_(log_total_C[:, None])
-    return peak_C - label_C + log_total_C, label_C == peak_C
-
-
-def _distances_(ours_CV: Tensor, teacher_CV: Tensor, difference_CV: Tensor) -> tuple[Tensor, Tensor]:
+def _distances_(ours_SV: Tensor, teacher_SV: Tensor, difference_SV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(teacher || drafter) and total variation; logarithms turn into probabilities, and their difference is left."""
-    torch.sub(teacher_CV, ours_CV, out=difference_CV)
-    kl_C = difference_CV.mul_(teacher_CV.exp_()).sum(-1)
-    torch.sub(ours_CV.exp_(), teacher_CV, out=difference_CV)
-    return kl_C, torch.linalg.vector_norm(difference_CV, ord=1, dim=-1) / 2
+    torch.sub(teacher_SV, ours_SV, out=difference_SV)
+    kl_S = difference_SV.mul_(teacher_SV.exp_()).sum(-1)
+    torch.sub(ours_SV.exp_(), teacher_SV, out=difference_SV)
+    return kl_S, torch.linalg.vector_norm(difference_SV, ord=1, dim=-1) / 2
 
 
-def _distance_gradient_(difference_CV: Tensor, scratch_CV: Tensor, ours_CV: Tensor, tv_share: float) -> tuple[Tensor, Tensor]:
+def _distance_gradient_(difference_SV: Tensor, scratch_SV: Tensor, ours_SV: Tensor, tv_share: float) -> Tensor:
     """(1-x) (q-p) + x/2 q (sign(q-p) - sum of q sign(q-p)), in place of the difference q-p."""
     if tv_share == 0:
-        return difference_CV, torch.ones_like(difference_CV[:, 0])
-    signed_CV = torch.sign(difference_CV, out=scratch_CV).mul_(ours_CV)
-    total_C = signed_CV.sum(-1)
-    signed_CV.addcmul_(ours_CV, total_C[:, None], value=-1)
-    return difference_CV.mul_(1 - tv_share).add_(signed_CV, alpha=tv_share / 2), torch.ones_like(total_C)
+        return difference_SV
+    signed_SV = torch.sign(difference_SV, out=scratch_SV).mul_(ours_SV)
+    signed_SV.addcmul_(ours_SV, signed_SV.sum(-1)[:, None], value=-1)
+    return difference_SV.mul_(1 - tv_share).add_(signed_SV, alpha=tv_share / 2)
 
 
-def _peak_and_label(dtype: torch.dtype, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    return logits_CV.amax(-1).to(dtype), logits_CV.gather(1, labels_C[:, None]).squeeze(1).to(dtype)
+def _peak_and_label(logits_SV: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_SV.amax(-1), logits_SV.gather(1, labels_S[:, None]).squeeze(1)

@@ -20,6 +20,11 @@ A, K, V, D = 7, 5, 23, 6
 ONE_BLOCK, EVERYTHING = 1, 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def three_rows_per_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "SLAB_BYTES", 3 * V * 4)
+
+
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden_AKD = torch.randn(A, K, D, dtype=dtype, generator=generator).requires_grad_()
@@ -222,13 +227,13 @@ def test_fp32_head_keeps_fp32_products_under_autocast() -> None:
 @pytest.mark.parametrize("objective", [Objective(), Objective(0.5, 0.5)], ids=["cross-entropy", "teacher"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_held_at_once_are_bounded(dtype: torch.dtype, objective: Objective) -> None:
-    """Of everything that torch makes, nothing is larger than the logits of the chunk's blocks."""
+    """Of everything that torch makes, nothing is larger than the logits of the chunk's blocks; slabs are smaller."""
     hidden_AKD, head_VD, labels_AK, _ = problem(torch.float32)
     teacher = None if objective.tv_share is None else make_teacher(dtype)
-    matrices = 1 if teacher is None else 3
+    matrices = 1 if teacher is None else 2
     with _Sizes() as seen:
         arguments = hidden_AKD, head_VD.to(dtype), labels_AK.clamp(min=0), torch.ones(A, K).index_fill(1, torch.tensor(0), 0)
-        chunked(*arguments, chunk_bytes=2 * matrices * K * V * 4 + 1, objective=objective, teacher=teacher)
+        chunked(*arguments, chunk_bytes=2 * matrices * K * V * dtype.itemsize + 1, objective=objective, teacher=teacher)
     assert seen.largest == 2 * K * V  # whole blocks, two at a time
     assert {2 * (K - 1), K - 1} < seen.num_rows and max(seen.num_rows) == 2 * K
 
