@@ -74,8 +74,8 @@ def weighted_loss(
     """Sum of weights times loss over the slots whose weight is not 0; works with no blocks at all.
 
     Products run in the head's dtype, under autocast too, and softmax and loss in fp32, or in float64 when the head is. `chunk_bytes`
-    bounds what is held at once of the logits (and, with a teacher, of two more matrices like them), in whole blocks and at least one.
-    Head and teacher get no gradient. The objective decides whether there has to be a teacher.
+    bounds what is held at once, in the softmax's dtype, of the logits (and, with a teacher, of two more matrices like them), in whole
+    blocks and at least one. Head and teacher get no gradient. The objective decides whether there has to be a teacher.
     """
     assert (teacher is None) == (objective.tv_share is None)
     with_gradient = torch.is_grad_enabled() and hidden_AKD.requires_grad
