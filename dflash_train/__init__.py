@@ -11,7 +11,7 @@ Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages
 
 - **the contract**   `layers.py` is the only place where a layer index changes convention; what a feature dataset, a checkpoint and an
   export were made from is a `FeatureContract`, compared whole whenever one is read.
-- **the target**     `target.py` loads it (or only its embedding and head) and identifies it; `weight_files.py` reads single tensors;
+- **the target**     `target.py` loads it (or only its ends) and identifies it; `weight_files.py` reads single tensors;
   `capture.py` runs it and collects features.
 - **the data**       `conversations.py` reads chats, `chat.py` turns them into ids and a loss mask, `samples.py` keeps them on disk.
 - **the features**   `features/` plans, writes, checks, reads and verifies the dataset of shards.

@@ -66,7 +66,7 @@ def _heading(rows: Sequence[Row]) -> str:
 
 def _loss(axes: Axes, rows: Sequence[Row]) -> None:
     _noisy(axes, rows, "loss", _BLUE)
-    axes.set(title="Loss of the training steps", xlabel="optimizer step", ylabel="weighted cross-entropy (nats)")
+    axes.set(title="Loss of the training steps", xlabel="optimizer step", ylabel="weighted mean of train.loss")
 
 
 def _tau(axes: Axes, rows: Sequence[Row]) -> None:

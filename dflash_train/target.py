@@ -1,8 +1,8 @@
-"""The frozen target: its config, tokenizer and identity; the whole model, or only its embedding and head.
+"""The frozen target: its config, tokenizer and identity; the whole model, or only its embedding, head and final norm.
 
 Comes in: `TargetConfig`, naming a local Hugging Face folder or a hub id. Goes out: a `Target` with its parts found (any causal language
-model that transformers loads, multimodal wrappers included), `TargetEnds` for training, and the identities of a `FeatureContract`.
-Only safetensors are read. A weight that the checkpoint lacks is refused, where transformers would go on with a random one.
+model that transformers loads, multimodal wrappers included), `TargetEnds` and `TeacherHead` for training, and the identities of a
+`FeatureContract`. Only safetensors are read. A weight that the checkpoint lacks is refused; transformers would go on with a random one.
 """
 
 import copy

@@ -62,7 +62,7 @@ def test_a_block_at_the_end_does_not_reach_into_the_next_document():
     context, blocks = build_blocks([first, second], [torch.tensor([1]), torch.tensor([0, 2])], 4, MASK)
     assert context.document_T.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert context.position_T.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert blocks.document_A.tolist() == [0, 1, 1]
+    assert blocks.document_A.tolist() == [0, 1, 1] and blocks.row_A.tolist() == [1, 3, 5]
     x = IGNORED_LABEL
     assert blocks.labels_AK.tolist() == [[x, 3, x, x], [x, 5, 6, 7], [x, 7, x, x]]
     assert blocks.input_ids_AK[:, 0].tolist() == [2, 4, 6]

@@ -238,6 +238,25 @@ def test_logits_held_at_once_are_bounded(dtype: torch.dtype, objective: Objectiv
     assert {2 * (K - 1), K - 1} < seen.num_rows and max(seen.num_rows) == 2 * K
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("objective", [Objective(), Objective(0.5, 0.5)], ids=["cross-entropy", "teacher"])
+def test_on_a_gpu_it_is_what_it_is_on_the_cpu(objective: Objective, dtype: torch.dtype) -> None:
+    hidden_AKD, head_VD, labels_AK, weights_AK = problem(torch.float32)
+    teacher = None if objective.tv_share is None else make_teacher(dtype)
+    arguments = hidden_AKD, head_VD.to(dtype), labels_AK, weights_AK
+    here, gradient_here = chunked(*arguments, chunk_bytes=3 * K * V * 8, objective=objective, teacher=teacher)
+    arguments = tuple(argument.detach().cuda() for argument in arguments)
+    if teacher is not None:
+        head = replace(teacher.head, norm=teacher.head.norm.cuda(), bias_V=teacher.head.bias_V.cuda())
+        teacher = Teacher(teacher.state_TD.cuda(), teacher.row_AK.cuda(), head)
+    arguments[0].requires_grad_()
+    there, gradient_there = chunked(*arguments, chunk_bytes=3 * K * V * 8, objective=objective, teacher=teacher)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert there.loss_sum.item() == pytest.approx(here.loss_sum.item(), rel=tolerance)
+    assert (gradient_there.cpu() - gradient_here).norm() / gradient_here.norm() < tolerance
+
+
 def test_without_a_gradient_only_the_first_product_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "_hidden_gradient", None)
     arguments = problem(torch.float32)

@@ -103,6 +103,9 @@ def test_samples_of_several_shards_stand_behind_one_another(finished):
     assert torch.equal(encoded.input_ids_T, torch.cat([stored(dataset, ref, "input_ids").long() for ref in refs]))
     assert torch.equal(encoded.loss_mask_T, torch.cat([stored(dataset, ref, "loss_mask").bool() for ref in refs]))
     assert torch.equal(encoded.features.decode(), torch.cat([stored(dataset, ref, "features") for ref in refs]))
+    assert encoded.teacher_state_TD is None
+    states_TD = dataset.read_encoded(refs, teacher_state=True).teacher_state_TD
+    assert torch.equal(states_TD, torch.cat([stored(dataset, ref, "teacher_state") for ref in refs]))
 
 
 def test_no_samples_at_all(finished):

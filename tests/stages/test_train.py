@@ -1,6 +1,7 @@
 """The training stage on a tiny real target, from chats to checkpoints: refusals, kills, and any number of processes."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from process_groups import run_group
 from safetensors.torch import load_file, save_file
 from tiny_models import MASK_TOKEN_ID, make_qwen3, make_tokenizer
 
-from dflash_train.blocks import eligible_anchors
+from dflash_train.blocks import build_blocks, draw_anchors, eligible_anchors
 from dflash_train.checkpoint import best_checkpoint, latest_checkpoint, load_drafter, read_state
 from dflash_train.config import (
     Config,
@@ -31,19 +32,23 @@ from dflash_train.config import (
     EvaluateConfig,
     FeaturesConfig,
     LayerType,
+    Loss,
     MixedPrecision,
     OptimizerKind,
+    PositionWeights,
     Schedule,
     Stage,
     TargetConfig,
     TrainConfig,
     Weights,
 )
+from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.optimizer import lr_at
 from dflash_train.packing import RunPlan, Step
 from dflash_train.stages import evaluate, extract, prepare, train
+from dflash_train.target import load_target
 from dflash_train.trainer import StepFigures, Trainer
 from dflash_train.training_data import TrainingPack
 
@@ -422,6 +427,63 @@ def test_a_mask_token_that_the_data_uses_is_one_line_from_a_loader_worker_too(pr
     config = with_train(prepared, tmp_path, loader_workers=1)
     with pytest.raises(UserError, match=rf"^drafter\.mask_token_id={used} occurs in the data .*$"):
         train.run(replace(config, drafter=replace(config.drafter, mask_token_id=used)))
+
+
+@pytest.fixture(scope="module")
+def with_teacher_states(prepared: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = str(tmp_path_factory.mktemp("with_teacher_states"))
+    config = replace(prepared, features=replace(prepared.features, teacher_state=True, dir=folder))
+    extract.run(config)
+    return config
+
+
+@torch.no_grad()
+def plain_loss(config: Config, step: Step, tv_share: float, alpha: float) -> float:
+    """Of the untrained drafter: the whole target's logits, all slots at once, the sums and products one by one."""
+    target, dataset = load_target(config.target, torch.device("cpu")), FeatureDataset(config.features.dir)
+    torch.manual_seed(config.seed)
+    layer_ids, vocabulary = dataset.contract.layer_ids, target.text_config.vocab_size
+    drafter = DFlashDraftModel(drafter_config(config.drafter, layer_ids, target.text_config, vocabulary)).float()
+    loss_sum = weight_sum = 0.0
+    for ref in (ref for pack in step.packs for ref in pack):
+        sample = dataset.read(ref)
+        anchors = draw_anchors(sample.loss_mask_T, config.train.anchors_per_document, config.seed, step.epoch, ref.sample_id)
+        context, blocks = build_blocks([(sample.input_ids_T, sample.loss_mask_T)], [anchors], drafter.block_size, MASK_TOKEN_ID)
+        embeddings_AKD = target.model.get_input_embeddings()(blocks.input_ids_AK)
+        hidden_AKD = drafter(sample.features_TLD, context, embeddings_AKD, blocks)
+        q_AKV = target.model.get_output_embeddings()(hidden_AKD).softmax(-1)
+        p_TV = target.logits(sample.teacher_state_TD).softmax(-1)
+        for a, anchor in enumerate(anchors.tolist()):
+            slots = [k for k in range(1, drafter.block_size) if blocks.weights_AK[a, k] > 0]
+            kept = [(1 - alpha) * float(q_AKV[a, k, sample.input_ids_T[anchor + k]]) + alpha for k in slots]
+            for i, k in enumerate(slots):
+                p_V, q_V = p_TV[anchor + k - 1], q_AKV[a, k]
+                weight = sum(math.prod(kept[: j + 1]) for j in range(i, len(slots)))
+                kl, tv = float((p_V * (p_V / q_V).log()).sum()), float((p_V - q_V).abs().sum()) / 2
+                loss_sum += weight * ((1 - tv_share) * kl + tv_share * tv)
+                weight_sum += weight
+    return loss_sum / weight_sum
+
+
+def test_a_loss_against_the_target_is_the_plain_one(with_teacher_states: Config, tmp_path: Path) -> None:
+    settings = {"loss": Loss.kl_tv, "tv_start": 0.0, "position_weights": PositionWeights.dpace, "dpace_alpha": 0.3}
+    # with a rate this low, the drafter of the last step is still the first one
+    config = with_train(with_teacher_states, tmp_path, **settings, max_steps=3, lr=1e-12, head_chunk_bytes=3 * 2 * 4 * 320 * 4)
+    train.run(config)
+    logged = rows(config, "loss")
+    assert [row["tv_share"] for row in logged] == [0.0, 0.5, 1.0]
+    split = config.train.tokens_per_step, config.train.tokens_per_pack, config.train.shuffle_shards
+    steps = RunPlan(FeatureDataset(config.features.dir).refs("train"), config.seed, *split).steps(0, 3)
+    for row, step in zip(logged, steps, strict=True):
+        assert row["loss"] == pytest.approx(plain_loss(config, step, row["tv_share"], alpha=0.3), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", [Loss.kl, Loss.tv])
+def test_a_loss_against_the_target_falls(with_teacher_states: Config, tmp_path: Path, loss: Loss) -> None:
+    config = with_train(with_teacher_states, tmp_path, loss=loss, max_steps=12, evaluate_every_steps=12)
+    train.run(config)
+    losses = [row["loss"] for row in rows(config, "loss")]
+    assert losses[-1] < 0.9 * losses[0] and not any("tv_share" in row for row in rows(config, "loss"))
 
 
 def test_mixed_precision_keeps_fp32_masters(prepared: Config, tmp_path: Path) -> None:
