@@ -7,8 +7,8 @@ them in one pass and keeps the longest right prefix and one token of its own. A 
     prompts --regenerate--> answers --prepare--> samples --extract--> features --train--> checkpoints --evaluate--> report
                                                                       --verify-->                 |------export----> drafter folder
 
-Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages and writes its own (`run_folder.py`); `plan` says before all
-of them what they take. The rooms:
+Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages and writes its own (`run_folder.py`); `plan` says
+beforehand what they take. The rooms:
 
 - **the contract**   `layers.py` is the only place where a layer index changes convention; what a feature dataset, a checkpoint and an
   export were made from is a `FeatureContract`, compared whole whenever one is read.

@@ -139,7 +139,7 @@ class PlanConfig:
     device_memory_bytes: float | None = None  # memory of one device, e.g. 180e9; null: it is not judged
     device_flops: float | None = None  # peak FLOP per second of one device in the compute dtype, e.g. 2.25e15; null: no times
     utilisation: float = 0.4  # achieved share of device_flops, above 0 and at most 1
-    disk_bytes: float | None = None  # room for features and checkpoints; null: what is free where they go
+    disk_bytes: float | None = None  # room for features and checkpoints yet to be written; null: what is free where they go
 
     def __post_init__(self) -> None:
         _positive("plan.num_processes", self.num_processes)

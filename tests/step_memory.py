@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from transformers import Qwen3Config
 
 from dflash_train.blocks import build_blocks
 from dflash_train.config import DrafterConfig, LayerType, TrainConfig
 from dflash_train.drafter import DFlashDraftModel, drafter_config
-from dflash_train.ema import Ema
 from dflash_train.layers import LayerIds
 from dflash_train.optimizer import make_optimizer
 from dflash_train.packing import Step
@@ -68,8 +68,7 @@ def settings(shape: dict) -> DrafterConfig:
 
 
 def make_drafter(shape: dict) -> DFlashDraftModel:
-    from transformers import Qwen3Config
-
+    """A drafter of this shape, with random weights in fp32."""
     text = Qwen3Config(hidden_size=shape["sizes"]["hidden_size"], max_position_embeddings=32_768)
     ids = LayerIds(LAYER_IDS, shape["target_layers"])
     return DFlashDraftModel(drafter_config(settings(shape), ids, text, shape["vocab_size"])).float()
@@ -88,7 +87,7 @@ def make_pack(shape: dict) -> TrainingPack:
     return TrainingPack(features_TLD.normal_(generator=generator), context, blocks)
 
 
-def main(name: str, precision: str, ema: bool) -> None:
+def main(name: str, precision: str) -> None:
     torch.set_num_threads(1)
     shape, train = SHAPES[name], TrainConfig()
     accelerator = Accelerator(cpu=True, mixed_precision={"bf16": "bf16", "fp32": "no"}[precision])
@@ -105,7 +104,6 @@ def main(name: str, precision: str, ema: bool) -> None:
         ends=TargetEnds(*(torch.empty(size, dtype=dtype).normal_(std=0.02) for _ in range(2))),
         max_grad_norm=train.max_grad_norm,
         head_chunk_bytes=train.head_chunk_bytes,
-        ema=Ema(drafter, 0.999) if ema else None,
     )
     packs = repeat(make_pack(shape))
     for number in (1, 2):
@@ -114,4 +112,4 @@ def main(name: str, precision: str, ema: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "ema" in sys.argv[3:])
+    main(sys.argv[1], sys.argv[2])

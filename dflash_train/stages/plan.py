@@ -313,7 +313,7 @@ def _show_disk(config: Config, layer_ids: LayerIds, shape: DrafterShape, data: P
 
 
 def _disk_problem(config: Config, table: Table, needs: dict[Path, int]) -> str | None:
-    """Adds what is needed and free, disk by disk; `plan.disk_bytes` is the room of all of it."""
+    """Adds what is needed and free, disk by disk; `plan.disk_bytes` is the room of all of it. What to change where it does not fit."""
     existing = {folder: next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()) for folder in needs}
     disks: dict[int, list[Path]] = {}
     for folder in needs:
@@ -325,16 +325,16 @@ def _disk_problem(config: Config, table: Table, needs: dict[Path, int]) -> str |
         where = " and ".join(str(folder) for folder in folders)
         table.add_row("still to be written", size_text(needed), f"of {size_text(free)} free, in {where}")
         if needed > free:
-            problems.append(f"{where} need {size_text(needed)} of {size_text(free)} free disk (plan.disk_bytes)")
-    if not problems:
-        return None
-    ways = [] if config.features.codec is FeatureCodec.fp8 else ["set features.codec=fp8"]
-    ways += [
-        f"lower train.keep_checkpoints={config.train.keep_checkpoints}",
-        "take fewer samples",
-        "choose another features.dir or run_dir",
-    ]
-    return f"{' and '.join(problems)}: {', '.join(ways)}"
+            advice = _disk_advice(config, of_features=max(folders, key=needs.__getitem__) == stage_dir(config, Stage.extract))
+            problems.append(f"{where} need {size_text(needed)} of {size_text(free)} free disk (plan.disk_bytes): {advice}")
+    return "; ".join(problems) or None
+
+
+def _disk_advice(config: Config, of_features: bool) -> str:
+    if not of_features:
+        return f"lower train.keep_checkpoints={config.train.keep_checkpoints} or choose another run_dir"
+    fp8 = "" if config.features.codec is FeatureCodec.fp8 else "set features.codec=fp8, "
+    return f"{fp8}take fewer samples or features.layer_ids, or choose another features.dir"
 
 
 def _feature_bytes(config: Config, layer_ids: LayerIds, shape: DrafterShape, codec: FeatureCodec, num_samples: int, num_tokens: int) -> int:

@@ -224,8 +224,16 @@ def test_a_device_without_room_for_anything(tmp_path: Path, target: Path) -> Non
 def test_a_disk_that_is_too_small(tmp_path: Path, target: Path) -> None:
     config = plan_config(tmp_path, target, samples=100_000)
     message = refused(replace(config, plan=replace(config.plan, disk_bytes=5e8)))
-    assert "set features.codec=fp8, lower train.keep_checkpoints=2" in message and "free disk (plan.disk_bytes)" in message
+    assert "free disk (plan.disk_bytes): set features.codec=fp8, take fewer samples or features.layer_ids" in message
     plan.run(replace(config, plan=replace(config.plan, disk_bytes=5e8), features=replace(config.features, codec=FeatureCodec.fp8)))
+
+
+def test_checkpoints_that_are_too_large(tmp_path: Path, target: Path) -> None:
+    config = plan_config(tmp_path, target, disk_bytes=4e5)
+    assert "lower train.keep_checkpoints=2 or choose another run_dir" in refused(config)
+    for step in (1, 2, 3, 4):
+        (tmp_path / "train" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    plan.run(config)  # those that are there take no more room
 
 
 def test_idle_processes_are_told(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture) -> None:
