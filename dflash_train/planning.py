@@ -15,6 +15,7 @@ FP32_BYTES = 4
 RUNTIME_BYTES = 1 << 30  # CUDA context, libraries and their workspaces: what a process holds before it has a tensor
 _RESERVE_SHARE = 0.15  # of what comes and goes in a step: room that the allocator has cut too small to give out again
 
+_BLOCKS_PER_TILE = 8  # what tiled attention takes where anchors are as dense as in training
 _DENSE_GROUP_BYTES = 1 << 30  # `SCORES_BYTES` of attention.py: more scores are computed group by group, and again in the backward
 
 Bytes = dict[str, int]
@@ -81,6 +82,7 @@ class StepSettings:
     several_processes: bool  # DDP keeps its own copy of the gradients
     accumulates: bool  # more than one pack per process and step: gradients are held during the forward
     head_chunk_bytes: int
+    dense_attention: bool = False  # else tiled or flex, which keep nothing of the size of the scores
 
 
 # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,15 +189,28 @@ def attention_memory(shape: DrafterShape, pack: PackShape, settings: StepSetting
     """
     num_slots, c = pack.num_blocks * shape.block_size, settings.compute_bytes
     per_layer = c * (2 * num_slots * shape.query_size + 2 * (num_slots + pack.num_tokens) * shape.kv_size)
-    kept, scratch = _dense_scores(shape, pack, settings)
+    kept, scratch = (_dense_scores if settings.dense_attention else _tiles)(shape, pack, settings)
     return len(shape.windows) * per_layer + kept, scratch
 
 
+def _tiles(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> tuple[int, int]:
+    """Masks of every kind of layer; on top the gradients of a layer, and scores, probabilities and gradients of a tile of a few blocks."""
+    c, num_slots, blocks = settings.compute_bytes, pack.num_blocks * shape.block_size, min(_BLOCKS_PER_TILE, pack.num_blocks)
+    keys = {
+        window: min(pack.num_tokens, (window or pack.num_tokens) + pack.num_tokens * blocks // max(1, pack.num_blocks))
+        for window in shape.windows
+    }
+    masks = sum(pack.num_blocks * num_keys * (shape.block_size if window else 1) for window, num_keys in keys.items())
+    tile = 4 * c * blocks * shape.block_size * shape.num_heads * (max(keys.values()) + blocks * shape.block_size)
+    layer = 2 * c * num_slots * (shape.query_size + shape.kv_size) + 2 * FP32_BYTES * pack.num_tokens * shape.kv_size
+    return masks, layer + tile
+
+
 def _head_bytes(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> int:
-    """A chunk of logits in fp32; with bf16 also its products and the numerators of its softmax in bf16, half as large each."""
-    block_bytes = shape.block_size * shape.vocab_size * FP32_BYTES
+    """A chunk of logits in the compute dtype; what is computed from it goes in slabs, or on a GPU within the same bytes."""
+    block_bytes = shape.block_size * shape.vocab_size * settings.compute_bytes
     num_blocks = min(max(1, settings.head_chunk_bytes // block_bytes), pack.num_blocks)
-    return num_blocks * block_bytes * (2 if settings.compute_bytes == 2 else 1)
+    return num_blocks * block_bytes
 
 
 def _dense_scores(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dflash_train import attention, planning
 from dflash_train.checkpoint import save_checkpoint
-from dflash_train.config import OptimizerKind
+from dflash_train.config import AttentionBackend, OptimizerKind
 from dflash_train.drafter import DFlashDraftModel
 from dflash_train.ema import Ema
 from dflash_train.optimizer import make_optimizer
@@ -159,7 +159,7 @@ def test_the_head_s_chunk() -> None:
     assert chunk(2) == 2 * block  # no more than there are
     assert chunk(50, head_chunk_bytes=7 * block + 1) == 7 * block
     assert chunk(50, head_chunk_bytes=1) == block  # at least one
-    assert chunk(50, head_chunk_bytes=7 * block, compute_bytes=2) == 14 * block  # products and numerators in bf16 besides
+    assert chunk(50, head_chunk_bytes=7 * block, compute_bytes=2) == 7 * block  # twice as many blocks
 
 
 def test_gradients_are_held_in_the_forward_only_from_the_second_pack_on() -> None:
@@ -205,16 +205,18 @@ def kept_bytes(drafter: DFlashDraftModel, precision: str, shape: dict) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.parametrize("backend", [AttentionBackend.dense, AttentionBackend.tiled])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("documents", [(2, 96, 24), (1, 256, 6)])  # many slots per token, few
-def test_activations_are_what_autograd_keeps(precision: str, documents: tuple[int, int, int]) -> None:
+def test_activations_are_what_autograd_keeps(backend: AttentionBackend, precision: str, documents: tuple[int, int, int]) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
     described = step_memory.SHAPES["S"] | {"documents": documents, "sizes": sizes, "vocab_size": 2000, "window": 32}
     drafter = step_memory.make_drafter(described)
+    drafter.attention = backend
     shape = drafter_shape(drafter.config, len(step_memory.LAYER_IDS), tied_tables=False)
     number, num_tokens, num_anchors = documents
     pack = PackShape(number * num_tokens, number * num_anchors)
-    settings = replace(PLAIN, compute_bytes=COMPUTE_BYTES[precision])
+    settings = replace(PLAIN, compute_bytes=COMPUTE_BYTES[precision], dense_attention=backend is AttentionBackend.dense)
     memory = memory_of(shape, pack, settings)["head"]
     counted = sum(memory[kind] for kind in ("compute-dtype copies of weights", "features of a pack", "activations of a pack", "attention"))
     stored = 2 * pack.num_tokens * 5 * 96  # the features as they came, which are no part of the graph

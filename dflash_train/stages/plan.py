@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import Qwen3Config
 
 from dflash_train.checkpoint import all_checkpoints
-from dflash_train.config import Config, FeatureCodec, LayerType, MixedPrecision, OptimizerKind, Stage
+from dflash_train.config import AttentionBackend, Config, FeatureCodec, LayerType, MixedPrecision, OptimizerKind, Stage
 from dflash_train.drafter import drafter_config
 from dflash_train.errors import UserError
 from dflash_train.features.codec import codec_named
@@ -255,6 +255,7 @@ def step_settings(config: Config, data: PlannedData) -> StepSettings:
         several_processes=config.plan.num_processes > 1,
         accumulates=data.packs_per_step > config.plan.num_processes,
         head_chunk_bytes=train.head_chunk_bytes,
+        dense_attention=train.attention is AttentionBackend.dense,
     )
 
 
