@@ -214,12 +214,15 @@ def _head_bytes(shape: DrafterShape, pack: PackShape, settings: StepSettings) ->
 
 
 def _dense_scores(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> tuple[int, int]:
-    """Scores of all blocks with the whole pack: kept from all layers and needed on top; three more of a layer's are alive at once."""
+    """Scores of all blocks with the whole pack: kept from all layers, and needed on top.
+
+    Measured peaks ask for three more of a layer's scores, or, where groups are computed again, one and a half of a group's.
+    """
     num_keys = pack.num_tokens + shape.block_size
     block_scores = shape.block_size * shape.num_heads * num_keys
     group = max(1, _DENSE_GROUP_BYTES // (FP32_BYTES * block_scores))
     masks = sum(pack.num_blocks * pack.num_tokens * (shape.block_size if window else 1) for window in shape.windows)
     scores = settings.compute_bytes * min(group, pack.num_blocks) * block_scores
     if pack.num_blocks > group:
-        return masks, 4 * scores
+        return masks, 3 * scores // 2
     return masks + len(shape.windows) * scores, 3 * scores
