@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 FP32_BYTES = 4
 RUNTIME_BYTES = 1 << 30  # CUDA context, libraries and their workspaces: what a process holds before it has a tensor
-_RESERVE_SHARE = 0.15  # of what comes and goes in a step: room that the allocator has cut too small to give out again
+_RESERVE_SHARE = 0.35  # of what comes and goes in a step: room that the allocator has cut too small to give out again (glibc, bf16)
 
 _BLOCKS_PER_TILE = 8  # what tiled attention takes where anchors are as dense as in training
 _DENSE_GROUP_BYTES = 1 << 30  # `SCORES_BYTES` of attention.py: more scores are computed group by group, and again in the backward
@@ -172,13 +172,12 @@ def _feature_bytes(shape: DrafterShape, pack: PackShape, settings: StepSettings)
 
 
 def _activation_bytes(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> int:
-    """What autograd keeps but for attention. A norm of n values keeps them and their normalised form in fp32, `8 * n` bytes."""
+    """What autograd keeps but for attention. A norm keeps what comes in (the residual stream in fp32, else the compute dtype)."""
     c, hidden, num_slots = settings.compute_bytes, shape.hidden_size, pack.num_blocks * shape.block_size
-    casts = 1 if c == FP32_BYTES else 5  # under autocast, each of q, k, v, gate and up makes its own copy of the norm's result
-    inputs = 2 * hidden * c if casts == 1 else casts * hidden * c
-    per_token = 8 * hidden + c * hidden + len(shape.windows) * 8 * shape.kv_size  # hidden_norm and its result; k_norm of each layer
-    per_slot = 2 * 8 * hidden + inputs + 8 * (shape.query_size + shape.kv_size) + 4 * c * shape.intermediate_size
-    ends = 8 * hidden + 3 * FP32_BYTES * hidden  # `norm`; embeddings, hidden states and their gradient
+    per_token = 2 * c * hidden + len(shape.windows) * c * shape.kv_size  # into hidden_norm and out of it; into k_norm of each layer
+    norms = 2 * (FP32_BYTES + c) * hidden + c * (shape.query_size + shape.kv_size)
+    per_slot = norms + 4 * c * shape.intermediate_size
+    ends = 2 * (FP32_BYTES + c) * hidden  # into `norm` and out of it; embeddings and the gradient of the hidden states
     return pack.num_tokens * per_token + num_slots * (len(shape.windows) * per_slot + ends)
 
 
@@ -194,16 +193,15 @@ def attention_memory(shape: DrafterShape, pack: PackShape, settings: StepSetting
 
 
 def _tiles(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> tuple[int, int]:
-    """Masks of every kind of layer; on top the gradients of a layer, and scores, probabilities and gradients of a tile of a few blocks."""
+    """Nothing is kept; on top come the gradients of a layer, the masks of all kinds of layers, and scores, probabilities and gradients
+    of a tile of a few blocks."""
     c, num_slots, blocks = settings.compute_bytes, pack.num_blocks * shape.block_size, min(_BLOCKS_PER_TILE, pack.num_blocks)
-    keys = {
-        window: min(pack.num_tokens, (window or pack.num_tokens) + pack.num_tokens * blocks // max(1, pack.num_blocks))
-        for window in shape.windows
-    }
+    span = pack.num_tokens * blocks // max(1, pack.num_blocks)  # of a tile's anchors
+    keys = {window: min(pack.num_tokens, (window or pack.num_tokens) + span) for window in shape.windows}
     masks = sum(pack.num_blocks * num_keys * (shape.block_size if window else 1) for window, num_keys in keys.items())
-    tile = 4 * c * blocks * shape.block_size * shape.num_heads * (max(keys.values()) + blocks * shape.block_size)
+    tile = 4 * c * blocks * shape.block_size * shape.num_heads * (max(keys.values(), default=0) + blocks * shape.block_size)
     layer = 2 * c * num_slots * (shape.query_size + shape.kv_size) + 2 * FP32_BYTES * pack.num_tokens * shape.kv_size
-    return masks, layer + tile
+    return 0, layer + masks + tile
 
 
 def _head_bytes(shape: DrafterShape, pack: PackShape, settings: StepSettings) -> int:
