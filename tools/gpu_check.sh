@@ -24,10 +24,10 @@ for shape in S M; do
       --shape "$shape" --dtype "$dtype" --loss-only >/dev/null 2>&1 &
   done
 done
-TORCHINDUCTOR_COMPILE_THREADS=2 timeout 110 python -m pytest -m gpu -n 6 --durations=10 tests 2>&1 | tee "$folder/pytest.txt" || failed=1
+TORCHINDUCTOR_COMPILE_THREADS=2 timeout 130 python -m pytest -m gpu -n 6 --durations=10 tests 2>&1 | tee "$folder/pytest.txt" || failed=1
 wait
 
-timeout 150 python tools/bench_train_step.py --shapes S M --dtypes bf16 fp32 --backends flex tiled dense flex+compile \
-  --rounds 1 --steps 10 --threads 4 --limit-s 115 --json "$folder/step.json" || failed=1
+timeout 120 python tools/bench_train_step.py --shapes S M --dtypes bf16 fp32 --backends flex tiled dense flex+compile \
+  --rounds 1 --steps 10 --threads 4 --limit-s 85 --json "$folder/step.json" || failed=1
 python -m json.tool --compact "$folder/step.json" || failed=1
 exit "$failed"

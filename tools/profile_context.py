@@ -11,6 +11,7 @@ Planning (which tiles, which masks) is done once per pack and layer kind and has
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -58,6 +59,7 @@ def context_costs(
             shortest = shortest or seconds / num_tokens
             microseconds = 1e6 * seconds / num_tokens
             ratio = seconds / num_tokens / shortest
+            print(f"{layer} layer, {num_tokens:,} tokens: {microseconds:.1f} µs/token", file=sys.stderr, flush=True)
             costs.append(ContextCost(layer, num_tokens, len(blocks.position_A), microseconds, ratio, 1e6 * planning / num_tokens))
     return costs
 

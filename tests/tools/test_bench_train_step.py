@@ -152,7 +152,7 @@ def test_gpu_check_does_nothing_without_a_gpu(on_the_cpu: None) -> None:
 
 def test_gpu_check_names_options_that_exist() -> None:
     text = SCRIPT.with_name("gpu_check.sh").read_text().replace("\\\n", " ")
-    (command,) = re.findall(r"bench_train_step\.py (--shapes.*)", text)
+    (command,) = re.findall(r"bench_train_step\.py (--shapes.*) \|\|", text)
     arguments = bench_train_step.parse(command.split())
     assert [shape.name for shape in arguments.all_shapes] == ["S", "M"] and arguments.dtypes == ["bf16", "fp32"]
     assert arguments.backends == ["flex", "tiled", "dense", "flex+compile"] and arguments.json
