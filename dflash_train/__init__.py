@@ -7,7 +7,8 @@ them in one pass and keeps the longest right prefix and one token of its own. A 
     prompts --regenerate--> answers --prepare--> samples --extract--> features --train--> checkpoints --evaluate--> report
                                                                       --verify-->                 |------export----> drafter folder
 
-Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages and writes its own (`run_folder.py`). The rooms:
+Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages and writes its own (`run_folder.py`); `plan` says
+beforehand what they take. The rooms:
 
 - **the contract**   `layers.py` is the only place where a layer index changes convention; what a feature dataset, a checkpoint and an
   export were made from is a `FeatureContract`, compared whole whenever one is read.
@@ -19,6 +20,7 @@ Each stage is `stages/NAME.py: run(config)`, reads the folders of earlier stages
   decodes with the same code), `drafter_init.py` a start from the target's layers.
 - **the training**   `packing.py` decides which samples meet in which step, `training_data.py` reads them, `trainer.py` takes a step;
   `loss.py`, `optimizer.py`, `ema.py`, `checkpoint.py`; `tracking.py` records the run, `curves.py` draws it.
+- **the costs**      `planning.py` counts a step's memory and operations by kind; it follows `drafter.py`, `attention.py` and `loss.py`.
 - **the figures**    `acceptance.py` defines tau and replays stored answers, `decoding.py` decodes with the target, both through
   `drafting.py`; `report.py` writes.
 - **the consumers**  `serving/` writes what vLLM and SGLang read.

@@ -69,7 +69,7 @@ class Blocks:
 
     def __getitem__(self, chosen: Tensor) -> "Blocks":
         """Some of the blocks, by their indices."""
-        return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+        return replace(self, **{name: tensor[chosen] for name, tensor in _present(self).items()})
 
     def to(self, device: torch.device | str) -> "Blocks":
         """The same values on `device`."""
@@ -165,8 +165,11 @@ def _refuse_mask_token(ids_T: Tensor, context: Context, mask_token_id: int) -> N
 
 
 def _to(tensors: _Tensors, device: torch.device | str) -> _Tensors:
-    present = {f.name: value for f in fields(tensors) if (value := getattr(tensors, f.name)) is not None}
-    return replace(tensors, **{name: value.to(device, non_blocking=True) for name, value in present.items()})
+    return replace(tensors, **{name: tensor.to(device, non_blocking=True) for name, tensor in _present(tensors).items()})
+
+
+def _present(tensors: Context | Blocks) -> dict[str, Tensor]:
+    return {f.name: value for f in fields(tensors) if (value := getattr(tensors, f.name)) is not None}
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

@@ -104,7 +104,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def latest_checkpoint(train_dir: Path) -> Path | None:
     """The checkpoint of the highest step."""
-    return max(_all_checkpoints(train_dir), default=None)
+    return max(all_checkpoints(train_dir), default=None)
 
 
 def best_checkpoint(train_dir: Path) -> Path | None:
@@ -135,7 +135,7 @@ def resolve_checkpoint(train_dir: Path, wanted: str, setting: str) -> Path:
             path = Path(wanted)
     if path is not None and (path / "state.json").is_file():
         return path
-    there = ", ".join(map(str, _all_checkpoints(train_dir))) or f"none in {_checkpoints_dir(train_dir)}: run stage=train first"
+    there = ", ".join(map(str, all_checkpoints(train_dir))) or f"none in {_checkpoints_dir(train_dir)}: run stage=train first"
     raise UserError(
         f"{setting}={wanted} is not there; allowed are best (needs held-out samples: data.heldout_share), latest, or a folder; "
         f"checkpoints: {there}"
@@ -144,8 +144,8 @@ def resolve_checkpoint(train_dir: Path, wanted: str, setting: str) -> Path:
 
 def remove_old_checkpoints(train_dir: Path, keep: int) -> None:
     """Deletes all but the `keep` newest checkpoints and the best one, and what killed writers left behind."""
-    kept = {*_all_checkpoints(train_dir)[-keep:], best_checkpoint(train_dir)}
-    for path in _all_checkpoints(train_dir):
+    kept = {*all_checkpoints(train_dir)[-keep:], best_checkpoint(train_dir)}
+    for path in all_checkpoints(train_dir):
         if path not in kept:
             # renamed first, so that a half-deleted folder never carries a checkpoint's name
             path.rename(path.with_name(f"{TEMPORARY_PREFIX}{path.name}"))
@@ -162,7 +162,8 @@ def _checkpoints_dir(train_dir: Path) -> Path:
     return Path(train_dir) / "checkpoints"
 
 
-def _all_checkpoints(train_dir: Path) -> list[Path]:
+def all_checkpoints(train_dir: Path) -> list[Path]:
+    """Every checkpoint there is, oldest first."""
     folder = _checkpoints_dir(train_dir)
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
 

@@ -43,6 +43,7 @@ stages, in the order in which stage=all runs them:
   regenerate  the target's own answers to regenerate.prompts     train     the drafter, on the feature dataset
   prepare     chats -> token ids and loss mask                   evaluate  acceptance: replay, or decoding with the target
   extract     features of the target's layers, on disk           export    the drafter folder for vLLM and SGLang
+  plan        by name only: memory, steps, FLOP, disk and time, from the target's config.json alone; fails when something does not fit
   verify      by name only: reads the whole feature dataset, sets damaged shards aside, recomputes samples with the target
 
 recipes: {recipes}
@@ -91,7 +92,7 @@ def run_stage(config: Config, arguments: list[str]) -> None:
         return
     refuse_several_processes("all")
     for stage in Stage:
-        if stage in (Stage.all, Stage.verify) or (stage is Stage.regenerate and config.data.files):
+        if stage in (Stage.all, Stage.plan, Stage.verify) or (stage is Stage.regenerate and config.data.files):
             continue
         print(f"── stage={stage} " + "─" * 60, flush=True)
         others = [argument for argument in arguments if not argument.startswith("stage=")]

@@ -15,7 +15,7 @@ from dflash_train.errors import UserError
 
 
 class Stage(StrEnum):
-    """The stages in their order; `all` runs them, but verify, which costs as much reading as the data is large, only by name."""
+    """The stages in their order. `all` runs them; plan, which computes nothing, and verify, which reads all data, run only by name."""
 
     regenerate = "regenerate"
     prepare = "prepare"
@@ -24,6 +24,7 @@ class Stage(StrEnum):
     train = "train"
     evaluate = "evaluate"
     export = "export"
+    plan = "plan"
     all = "all"
 
 
@@ -153,6 +154,27 @@ class DataConfig:
         _positive("data.max_tokens", self.max_tokens)
         _share("data.heldout_share", self.heldout_share)
         _not_negative("data.preview", self.preview)
+
+
+@dataclass
+class PlanConfig:
+    samples: int | None = None  # samples of the data that is to come; without effect once samples are prepared
+    tokens_per_sample: int | None = None  # tokens of each of them, all supervised; without effect once samples are prepared
+    num_processes: int = 1  # processes of extract and train, over all nodes, one device each
+    device_memory_bytes: float | None = None  # memory of one device, e.g. 180e9; null: it is not judged
+    device_flops: float | None = None  # peak FLOP per second of one device in the compute dtype, e.g. 2.25e15; null: no times
+    utilisation: float = 0.4  # achieved share of device_flops, above 0 and at most 1
+    disk_bytes: float | None = None  # room for features and checkpoints yet to be written; null: what is free where they go
+
+    def __post_init__(self) -> None:
+        _positive("plan.num_processes", self.num_processes)
+        for name in ("samples", "tokens_per_sample", "device_memory_bytes", "device_flops", "disk_bytes"):
+            if getattr(self, name) is not None:
+                _positive(f"plan.{name}", getattr(self, name))
+        if self.tokens_per_sample is not None and self.tokens_per_sample < 2:
+            raise UserError(f"plan.tokens_per_sample={self.tokens_per_sample} must be at least 2: an anchor and a token after it")
+        if not 0 < self.utilisation <= 1:
+            raise UserError(f"plan.utilisation={self.utilisation} must be above 0 and at most 1: the achieved share of plan.device_flops")
 
 
 @dataclass
@@ -380,6 +402,7 @@ class Config:
     debug: bool = False  # show the traceback of a user's mistake
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)

@@ -55,7 +55,10 @@ class Rotary:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis, in fp32 at least; the result has x's dtype."""
+    """x / rms(x) * weight over the last axis, in fp32 at least; the result has x's dtype, or autocast's where the products after it do.
+
+    For the backward it keeps x itself and one number per row.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -63,8 +66,27 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return _RMSNorm.apply(x, self.weight, self.eps, dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad, normed = grad.to(scale.dtype), x.to(scale.dtype) * scale
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * weight
+        grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None, None
 
 
 class MLP(nn.Module):

@@ -83,6 +83,11 @@ class LayerIds:
         return self.num_target_layers + 1
 
     @property
+    def num_computed_layers(self) -> int:
+        """Layers that have to run for the features: those up to the last id."""
+        return self.ids[-1] + 1
+
+    @property
     def vllm_aux(self) -> tuple[int, ...]:
         """vLLM's aux layer ids and `eagle_aux_hidden_state_layer_ids`."""
         return self.to_convention(Convention.vllm_aux)

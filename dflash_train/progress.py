@@ -90,3 +90,11 @@ def size_text(num_bytes: float) -> str:
             return f"{num_bytes:,.4g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.2f} TB"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds for the eye, in the largest unit of which there are two."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.3g} s"

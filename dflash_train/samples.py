@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
@@ -48,6 +49,19 @@ def load_samples(prepare_dir: Path) -> PreparedSamples:
         return PreparedSamples(datasets.load_from_disk(str(samples_dir)), summary)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {prepare_dir}: {error}; run stage=prepare again") from error
+
+
+def sample_sizes(dataset: datasets.Dataset) -> tuple[list[int], list[int]]:
+    """Tokens and supervised tokens of every sample, without reading the ids."""
+    num_tokens: list[int] = []
+    num_supervised: list[int] = []
+    for chunk in dataset.data.column("loss_mask").chunks:
+        lengths = chunk.value_lengths().to_numpy(zero_copy_only=False).astype("int64")
+        ends = lengths.cumsum()
+        total = np.concatenate([[0], chunk.flatten().to_numpy(zero_copy_only=False).cumsum(dtype="int64")])
+        num_tokens += lengths.tolist()
+        num_supervised += (total[ends] - total[ends - lengths]).tolist()
+    return num_tokens, num_supervised
 
 
 def save_samples(prepare_dir: Path, dataset: datasets.Dataset, summary: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from dflash_train.config import TargetConfig
+from dflash_train.config import Dtype, TargetConfig
 from dflash_train.errors import UserError
 from dflash_train.layers import FeatureContract, LayerIds, check_mask_token_id, refuse_residual_streams
 from dflash_train.weight_files import StoredTensor, read_tensor, sample_digest, stored_tensors, weight_paths
@@ -277,6 +277,33 @@ def load_target(settings: TargetConfig, device: torch.device) -> Target:
     decoder = _find_decoder(model.eval().requires_grad_(False))
     layers = _find_layers(decoder, text_config(config).num_hidden_layers)
     return Target(model, config, text_config(config), decoder, layers, _find_final_norm(decoder, layers))
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """Parameters of a target: of the whole model that is loaded, and of the decoder layers that a capture runs."""
+
+    num_parameters: int
+    num_computed: int
+    value_bytes: int  # of a parameter in the dtype it is loaded in
+
+
+def target_size(settings: TargetConfig, layer_ids: LayerIds) -> TargetSize:
+    """What the config says of the target's size; reads no weights.
+
+    `num_computed` counts the layers up to the last captured one, behind which a capture stops, and all experts of a mixture. Raises
+    UserError for a config of which transformers makes no model.
+    """
+    config = load_config(settings)
+    dtype = (config.dtype or text_config(config).dtype or torch.float32) if settings.dtype is Dtype.auto else getattr(torch, settings.dtype)
+    try:
+        with torch.device("meta"):
+            model = _model_class(config).from_config(config, trust_remote_code=settings.trust_remote_code)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"{_named(settings)}: cannot make its model: {_one_line(error)}") from error
+    layers = _find_layers(_find_decoder(model), layer_ids.num_target_layers)
+    num_computed = sum(p.numel() for layer in layers[: layer_ids.num_computed_layers] for p in layer.parameters())
+    return TargetSize(sum(p.numel() for p in model.parameters()), num_computed, dtype.itemsize)
 
 
 def load_ends(settings: TargetConfig, device: torch.device, dtype: torch.dtype) -> TargetEnds:
