@@ -1,6 +1,7 @@
 """Attention against a loop over queries and keys written out here, in float64: values and gradients."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -42,9 +43,9 @@ def slow_attention(q, context_k, context_v, block_k, block_v, questions, tokens,
     return out
 
 
-def pack(lengths, anchors, block_size):
+def pack(lengths, anchors, block_size, mask_token_id=300):
     documents = [(torch.arange(n), torch.ones(n)) for n in lengths]
-    return build_blocks(documents, [torch.tensor(a, dtype=torch.long) for a in anchors], block_size, 300)
+    return build_blocks(documents, [torch.tensor(a, dtype=torch.long) for a in anchors], block_size, mask_token_id)
 
 
 def random_inputs(blocks, context, num_heads, num_kv_heads, head_dim=4, dtype=torch.float64):
@@ -181,3 +182,66 @@ def test_groups_of_blocks_give_what_all_blocks_at_once_give(monkeypatch):
     three_blocks = 3 * 4 * 4 * 4 * (16 + 4)
     for grouped, whole in zip(run(three_blocks), run(1 << 30), strict=True):
         torch.testing.assert_close(grouped, whole, rtol=0, atol=1e-13)
+
+
+ON_EVERY_DEVICE = [
+    *[("cpu", backend) for backend in (AttentionBackend.dense, AttentionBackend.tiled)],
+    *[pytest.param("cuda", b, marks=pytest.mark.gpu) for b in (AttentionBackend.dense, AttentionBackend.tiled, AttentionBackend.flex)],
+]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the norm
+
+
+def random_pack(seed, block_size=16):
+    """Documents with many anchors, the first one's start among them, and one with none; number and lengths change with the seed."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(100, 500) for _ in range(draw.randint(2, 4))]
+    anchors = [sorted(draw.sample(range(n), draw.randint(12, 24))) for n in lengths]
+    anchors[0] = sorted({0, *anchors[0]})
+    return pack([*lengths, 50], [*anchors, []], block_size, mask_token_id=1000)
+
+
+@pytest.mark.parametrize(("window", "num_heads", "num_kv_heads", "head_dim"), [(None, 9, 3, 64), (48, 4, 2, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("device", "backend"), ON_EVERY_DEVICE)
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # beyond it flex would run uncompiled
+def test_every_device_gives_what_dense_gives_in_float64_on_the_cpu(device, backend, dtype, window, num_heads, num_kv_heads, head_dim):
+    torch._dynamo.reset()
+    for seed in range(2):  # flex: the first compiles for its sizes, the second for any
+        context, blocks = random_pack(seed)
+        drawn = [x.detach().to(dtype) for x in random_inputs(blocks, context, num_heads, num_kv_heads, head_dim)]
+        oracle = attention_for(AttentionBackend.dense, blocks, context, window)
+        expected = values_and_gradients(oracle, [x.double().requires_grad_() for x in drawn])
+        attend = attention_for(backend, blocks.to(device), context.to(device), window)
+        got = values_and_gradients(attend, [x.to(device).requires_grad_() for x in drawn])
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours.device.type == device and ours.dtype == dtype
+            assert (ours.cpu().double() - theirs).norm() / theirs.norm() < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [AttentionBackend.dense, AttentionBackend.tiled, AttentionBackend.flex])
+@pytest.mark.parametrize(("num_blocks", "num_context"), [(0, 0), (0, 5), (2, 0)])
+def test_empty_packs_on_a_gpu(backend, num_blocks, num_context):
+    lengths = [num_context] if num_context else []
+    context, blocks = (x.to("cuda") for x in pack(lengths, [[] for _ in lengths], 3))
+    if num_blocks:
+        none = torch.zeros(num_blocks, dtype=torch.long, device="cuda")
+        slots = torch.zeros(num_blocks, 3, device="cuda")
+        blocks = Blocks(none, none, slots.long(), slots.long(), slots)
+    inputs = [x.detach().float().cuda().requires_grad_() for x in random_inputs(blocks, context, 4, 2, head_dim=16)]
+    out = attention_for(backend, blocks, context, None)(*inputs)
+    out.sum().backward()
+    assert out.shape == inputs[0].shape and all(x.grad.isfinite().all() for x in inputs)
+
+
+@pytest.mark.gpu
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+def test_flex_stays_compiled_whatever_the_packs():
+    torch._dynamo.reset()
+    for seed in range(12):
+        context, blocks = (x.to("cuda") for x in random_pack(seed))
+        inputs = [x.detach().bfloat16().cuda().requires_grad_() for x in random_inputs(blocks, context, 4, 2, head_dim=64)]
+        for window in (None, 48):
+            assert all(
+                x.isfinite().all() for x in values_and_gradients(attention_for(AttentionBackend.flex, blocks, context, window), inputs)
+            )

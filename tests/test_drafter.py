@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3_5Config, Qwen3Config
 
 from dflash_train.blocks import Blocks, Context, build_blocks, single_blocks
-from dflash_train.config import DrafterConfig
+from dflash_train.config import AttentionBackend, DrafterConfig
 from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.errors import UserError
 from dflash_train.layers import LayerIds
@@ -23,13 +23,14 @@ TARGET = Qwen3Config(
 )
 
 
-def make_drafter(layer_types, block_size=4, window=5):
+def make_drafter(layer_types, block_size=4, window=5, head_dim=None):
     settings = DrafterConfig(
         num_layers=len(layer_types),
         layer_types=layer_types,
         sliding_window=window if SLIDING in layer_types else None,
         block_size=block_size,
         mask_token_id=MASK,
+        head_dim=head_dim,
     )
     torch.manual_seed(0)
     drafter = DFlashDraftModel(drafter_config(settings, LayerIds((1, 3, 4), 6), TARGET, 320)).eval()
@@ -162,6 +163,35 @@ def test_compiled_layers_compute_the_same_for_packs_of_any_size():
         torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-5)
         for ours, theirs in zip(gradients[1], gradients[0], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def outputs_and_gradients(drafter, backend, device, autocast=False):
+    drafter.to(device).attention = backend
+    features_TLD, context, blocks = make_pack([12, 8, 30], [[0, 3, 4, 9], [2, 6], [5, 20, 21]])
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+        hidden_AKD = drafter(features_TLD.to(device), context.to(device), embed(blocks).to(device), blocks.to(device))
+    gradients = torch.autograd.grad(hidden_AKD.float().square().sum(), list(drafter.parameters()))
+    return [x.detach().cpu() for x in (hidden_AKD, *gradients)]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "is_compiled"),
+    [
+        ("cpu", "tiled", False),
+        *[pytest.param("cuda", b, False, marks=pytest.mark.gpu) for b in ("dense", "tiled", "auto")],
+        *[pytest.param("cuda", b, True, marks=pytest.mark.gpu) for b in ("tiled", "flex")],
+    ],
+)
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-4), (True, 5e-2)], ids=["fp32", "bf16"])
+def test_every_device_gives_what_dense_gives_on_the_cpu(device, backend, is_compiled, autocast, tolerance):
+    """Values and the gradients of all weights; heads of 16, the least that FlexAttention's kernels take."""
+    expected = outputs_and_gradients(make_drafter(LAYOUTS["mixed"], head_dim=16), AttentionBackend.dense, "cpu")
+    drafter = make_drafter(LAYOUTS["mixed"], head_dim=16)
+    torch._dynamo.reset()
+    if is_compiled:
+        drafter.compile_layers()
+    for ours, theirs in zip(outputs_and_gradients(drafter, AttentionBackend(backend), device, autocast), expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < tolerance
 
 
 @pytest.mark.parametrize("num_layers", [2, 5])

@@ -5,6 +5,7 @@
     python tools/bench_train_step.py --shapes S --dtypes fp32 --rounds 1
     python tools/bench_train_step.py --shapes --shape like=M,num_tokens=4096,num_anchors=256 --dtypes bf16
     python tools/bench_train_step.py --one ours:dense --shape X --dtype fp32 --loss-only
+    python tools/bench_train_step.py --profile-context                                attention alone, see tools/profile_context.py
 
 In every round each variant runs in a fresh process, one after the other: one step to warm up, then the measured ones. Figures are medians
 over the rounds:
@@ -13,15 +14,26 @@ over the rounds:
     spread          largest minus smallest of the rounds, of the median
     peak MB         highest resident memory of the process, in MiB
     tokens/s        context tokens of a step per second of the clock
-    of product      needed operations, at the best speed of one matrix product in the same process and dtype, over the CPU seconds
+    of product      needed operations, at the best speed of one matrix product in the same process and dtype, over the seconds
     speed-up        how many times the step of the fastest peer takes as long
     memory          peak, as a share of that peer's
+
+With a CUDA device the step runs there, without peers, and two columns are others; CUDA_VISIBLE_DEVICES= keeps it on the CPU:
+
+    GPU s/step      seconds of the clock per step, from an idle GPU to an idle GPU
+    peak GPU MB     most that tensors had on the GPU during the measured steps, in MiB
+
+Memory beyond the tables grows little with the vocabulary: compare the peak less 2 * vocab_size * 1024 * 2 bytes (bf16) of
+
+    python tools/bench_train_step.py --shapes --shape like=M,name=32k,vocab_size=32000 --shape like=M,name=248k,vocab_size=248320 \\
+        --dtypes bf16 --rounds 1
 
 The environment of the peers is described in tools/peers_step.py. Ours is the real `Trainer.take_step` on a pack of all sequences.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from profile_context import profile_context
 from rich.console import Console
 from rich.table import Table
 from step_shapes import (
@@ -97,7 +110,7 @@ def make_trainer(shape: StepShape, dtype: str, backend: str) -> Trainer:
         drafter=drafter,
         model=keep_until_exit(accelerator.prepare(drafter)),
         optimizer=make_optimizer(drafter, settings.weight_decay),
-        ends=TargetEnds(*frozen_tables(shape, DTYPES[dtype])),
+        ends=TargetEnds(*(table.to(accelerator.device) for table in frozen_tables(shape, DTYPES[dtype]))),
         max_grad_norm=settings.max_grad_norm,
         head_chunk_bytes=settings.head_chunk_bytes,
     )
@@ -138,10 +151,15 @@ def make_pack(shape: StepShape, dtype: torch.dtype) -> TrainingPack:
     return TrainingPack(features_TLD, context, blocks)
 
 
+def to_device(pack: TrainingPack, device: torch.device) -> TrainingPack:
+    """The pack where the step runs."""
+    return TrainingPack(pack.features_TLD.to(device), pack.context.to(device), pack.blocks.to(device))
+
+
 def make_step(shape: StepShape, dtype: str, backend: str) -> Callable[[], StepValues]:
     """A call is one optimizer step, always on the same pack."""
     trainer = make_trainer(shape, dtype, backend)
-    packs: Iterator[TrainingPack] = repeat(make_pack(shape, DTYPES[dtype]))
+    packs: Iterator[TrainingPack] = repeat(to_device(make_pack(shape, DTYPES[dtype]), trainer.accelerator.device))
     one_pack = Step(epoch=0, packs=[[]])
 
     def take_step() -> StepValues:
@@ -203,8 +221,9 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     ]
 
 
-def run_in_turns(variants: Sequence[Variant], rounds: int, threads: int) -> None:
-    """Runs every variant once per round; one that failed is not started again."""
+def run_in_turns(variants: Sequence[Variant], rounds: int, threads: int, limit_s: float = math.inf) -> None:
+    """Runs every variant once per round; one that failed is not started again. After `limit_s` none starts."""
+    ends = time.monotonic() + limit_s
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin would count as CPU seconds
@@ -213,15 +232,23 @@ def run_in_turns(variants: Sequence[Variant], rounds: int, threads: int) -> None
     }
     for number in range(1, rounds + 1):
         for variant in variants:
-            if variant.error is None:
+            if variant.error is None and time.monotonic() > ends:
+                variant.error = f"round {number} did not start within --limit-s {limit_s:g}"
+            elif variant.error is None:
                 variant.run(environment)
                 _tell(variant, number, variants, rounds)
 
 
 def _tell(variant: Variant, number: int, variants: Sequence[Variant], rounds: int) -> None:
-    figure = variant.error or f"{variant.results[-1]['cpu_s']:.2f} CPU s/step, {variant.results[-1]['peak_mb']:,.0f} MB"
+    figure = variant.error or _figure(variant.results[-1])
     left = timedelta(seconds=round(_seconds_left(variants, rounds)))
     print(f"round {number}/{rounds}: {variant}: {figure} · about {left} left", file=sys.stderr, flush=True)
+
+
+def _figure(result: dict[str, Any]) -> str:
+    if "gpu_s" in result:
+        return f"{result['gpu_s']:.4f} s/step, {result['gpu_peak_mb']:,.0f} MB on the GPU"
+    return f"{result['cpu_s']:.2f} CPU s/step, {result['peak_mb']:,.0f} MB"
 
 
 def _seconds_left(variants: Sequence[Variant], rounds: int) -> float:
@@ -246,12 +273,13 @@ def rows_of(variants: Sequence[Variant]) -> list[Row]:
 
 
 def _figures(variant: Variant) -> Row:
-    seconds = [result["cpu_s"] for result in variant.results]
-    shares = [result["needed_gflop"] / result["cpu_s"] / max(result["product_gflops"]) for result in variant.results]
+    cost, peak = ("gpu_s", "gpu_peak_mb") if "gpu_s" in variant.results[0] else ("cpu_s", "peak_mb")
+    seconds = [result[cost] for result in variant.results]
+    shares = [result["needed_gflop"] / result[cost] / max(result["product_gflops"]) for result in variant.results]
     return {
-        "cpu_s": variant.median("cpu_s"),
+        cost: variant.median(cost),
         "spread": (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else None,
-        "peak_mb": variant.median("peak_mb"),
+        peak: variant.median(peak),
         "tokens_per_s": variant.shape.context_tokens / variant.median("wall_s"),
         "share_of_product": statistics.median(shares),
         "loss": variant.results[0]["loss"],
@@ -278,8 +306,10 @@ _COLUMNS = {
     "dtype": ("dtype", "{}"),
     "variant": ("variant", "{}"),
     "cpu_s": ("CPU s/step", "{:.3g}"),
+    "gpu_s": ("GPU s/step", "{:.3g}"),
     "spread": ("spread", "{:.0%}"),
     "peak_mb": ("peak MB", "{:,.0f}"),
+    "gpu_peak_mb": ("peak GPU MB", "{:,.0f}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "share_of_product": ("of product", "{:.0%}"),
     "speed_up": ("speed-up", "{:.2f}x"),
@@ -340,8 +370,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=_at_least_one, default=5, help="processes per variant (default: %(default)s)")
     parser.add_argument("--steps", type=_at_least_one, default=2, help="measured ones per process (default: %(default)s)")
     parser.add_argument("--threads", type=_at_least_one, default=1, help="of each process, one at a time (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which no process starts (default: none)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write rows and the result of every process to this file")
     parser.add_argument("--one", metavar="ours:BACKEND", help="measure one variant of ours in this process; see --one ours:dense --help")
+    parser.add_argument("--profile-context", action="store_true", help="attention alone over growing contexts; with --help, its settings")
     arguments = parser.parse_args(argv)
     arguments.all_shapes = [*(SHAPES[name] for name in arguments.shapes), *arguments.shape]
     if not arguments.all_shapes:
@@ -366,19 +398,24 @@ def run_one(arguments: argparse.Namespace) -> None:
     """The child of a round."""
     if not arguments.one.startswith(OURS):
         raise UserError(f"--one {arguments.one}: must be {OURS}BACKEND; a peer runs in tools/peers_step.py")
-    print_figures(arguments, lambda: make_step(arguments.shape, arguments.dtype, arguments.one.removeprefix(OURS)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as make_accelerator has it
+    print_figures(arguments, lambda: make_step(arguments.shape, arguments.dtype, arguments.one.removeprefix(OURS)), device)
 
 
 def run_all(arguments: argparse.Namespace) -> bool:
     """All rounds and the table; whether no variant failed."""
+    if arguments.peers_python and torch.cuda.is_available():
+        raise UserError("--peers-python: the peers run on the CPU, ours would take the GPU: set CUDA_VISIBLE_DEVICES= to compare")
     versions = peer_versions(arguments.peers_python, arguments.peers) if arguments.peers_python else {}
     variants = variants_of(arguments)
-    run_in_turns(variants, arguments.rounds, arguments.threads)
+    run_in_turns(variants, arguments.rounds, arguments.threads, arguments.limit_s)
     rows = rows_of(variants)
-    print_table(rows, f"rounds: {arguments.rounds}, steps per process: {arguments.steps}, threads: {arguments.threads}")
+    device = next((result["device"] for variant in variants for result in variant.results if "device" in result), "none")
+    print_table(rows, f"rounds: {arguments.rounds}, steps per process: {arguments.steps}, threads: {arguments.threads}, device: {device}")
     if arguments.json:
         settings = {name: getattr(arguments, name) for name in ("rounds", "steps", "threads")}
         processes = [asdict(variant) for variant in variants]
+        settings |= {"device": device}
         write_json(arguments.json, settings | {"torch": torch.__version__, "peers": versions, "rows": rows, "processes": processes})
     return all(variant.error is None for variant in variants)
 
@@ -388,6 +425,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if any(argument.partition("=")[0] == "--one" for argument in argv):
             run_one(parse_one(argv))
+            return 0
+        if "--profile-context" in argv:
+            profile_context(argv)
             return 0
         return 0 if run_all(parse(argv)) else 1
     except UserError as error:

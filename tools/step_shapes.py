@@ -29,7 +29,7 @@ MAX_GRAD_NORM = 1.0
 ROPE_THETA = 10_000.0
 RMS_NORM_EPS = 1e-6
 _LAYER_TYPES = {"s": "sliding_attention", "f": "full_attention"}
-_PRODUCT = (2048, 1024, 3072)  # rows, inner size, columns
+_PRODUCT = {"cpu": (2048, 1024, 3072), "cuda": (8192, 8192, 8192)}  # rows, inner size, columns
 
 
 @dataclass(frozen=True)
@@ -255,31 +255,67 @@ class StepValues:
     grad_norm: float
 
 
-def measure(take_step: Callable[[], StepValues], dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
-    """One step to warm up, then `num_steps` measured ones, none if 0. CPU seconds are those of all threads of this process."""
-    before = product_gflops(dtype) if num_steps else None
+def measure(take_step: Callable[[], StepValues], dtype: torch.dtype, num_steps: int, device: str = "cpu") -> dict[str, Any]:
+    """One step to warm up, then `num_steps` measured ones, none if 0; `device` is where the steps run.
+
+    On a CPU `cpu_s` are the CPU seconds of all threads of this process and `peak_mb` is its memory from its start on. On a GPU, where a
+    CPU second says little, `gpu_s` are seconds of the clock from an idle GPU to an idle GPU, and `gpu_peak_mb` is what tensors had at
+    most there during the measured steps.
+    """
+    before = product_gflops(dtype, device=device) if num_steps else None
     first = take_step()
-    figures: dict[str, Any] = asdict(first)
+    figures: dict[str, Any] = {"device": device_name(device)} | asdict(first)
     if num_steps:
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
-            take_step()
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        figures |= {"cpu_s": cpu / num_steps, "wall_s": wall / num_steps, "peak_mb": peak_mb()}
-        figures |= {"product_gflops": [before, product_gflops(dtype)]}
+        figures |= _cuda_cost(take_step, num_steps) if device == "cuda" else _cpu_cost(take_step, num_steps)
+        figures |= {"product_gflops": [before, product_gflops(dtype, device=device)]}
     return figures
 
 
-def product_gflops(dtype: torch.dtype, tries: int = 12) -> float:
-    """Speed of one well-shaped matrix product, GFLOP per CPU second: the best of `tries`, after one to warm up."""
-    rows, inner, columns = _PRODUCT
-    left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
-    seconds = []
-    for _ in range(tries + 1):
-        started = time.process_time()
-        torch.mm(left, right)
-        seconds.append(time.process_time() - started)
+def device_name(device: str) -> str:
+    """The GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def _cpu_cost(take_step: Callable[[], StepValues], num_steps: int) -> dict[str, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(num_steps):
+        take_step()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return {"cpu_s": cpu / num_steps, "wall_s": wall / num_steps, "peak_mb": peak_mb()}
+
+
+def _cuda_cost(take_step: Callable[[], StepValues], num_steps: int) -> dict[str, float]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()  # neither the products nor what compiling tried out
+    wall = time.perf_counter()
+    for _ in range(num_steps):
+        take_step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - wall) / num_steps
+    return {"gpu_s": seconds, "wall_s": seconds, "gpu_peak_mb": torch.cuda.max_memory_allocated() / (1 << 20)}
+
+
+def product_gflops(dtype: torch.dtype, tries: int = 12, device: str = "cpu") -> float:
+    """Speed of one well-shaped matrix product, GFLOP per CPU second or per second of the GPU: the best of `tries`, after one to warm up."""
+    rows, inner, columns = _PRODUCT[device]
+    left, right = (torch.randn(*size, dtype=dtype, device=device) for size in ((rows, inner), (inner, columns)))
+    time_product = _cuda_seconds if device == "cuda" else _cpu_seconds
+    seconds = [time_product(lambda: torch.mm(left, right)) for _ in range(tries + 1)]
     return 2 * rows * inner * columns / min(seconds[1:]) / 1e9
+
+
+def _cpu_seconds(work: Callable[[], Any]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def _cuda_seconds(work: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def peak_mb() -> float:
@@ -301,12 +337,12 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-only", action="store_true", help="only the loss and the gradient norm of the first step")
 
 
-def print_figures(arguments: argparse.Namespace, make_step: Callable[[], Callable[[], StepValues]]) -> None:
+def print_figures(arguments: argparse.Namespace, make_step: Callable[[], Callable[[], StepValues]], device: str = "cpu") -> None:
     """Measures the step that `make_step` builds, and prints one line of JSON; whatever else is printed meanwhile goes to stderr."""
     torch.set_num_threads(arguments.threads)
     dtype = DTYPES[arguments.dtype]
     with contextlib.redirect_stdout(sys.stderr):
         torch.manual_seed(0)
-        figures = measure(make_step(), dtype, 0 if arguments.loss_only else arguments.steps)
+        figures = measure(make_step(), dtype, 0 if arguments.loss_only else arguments.steps, device)
         figures |= {"needed_gflop": needed_flop(arguments.shape, step_inputs(arguments.shape, dtype).anchors) / 1e9}
     print(json.dumps(figures | {"torch": torch.__version__}), flush=True)
