@@ -134,21 +134,18 @@ class TilePlan:
 
 def plan_tiles(blocks: Blocks, context: Context, window: int | None) -> TilePlan:
     """Neighbouring anchors of a document in groups whose cost per block is least. Raises ValueError as `attention_for` does."""
-    device, block_size = blocks.position_A.device, blocks.block_size
-    key_A = blocks.document_A.cpu() * (1 << 40) + blocks.position_A.cpu()
-    order_A = key_A.argsort(stable=True)
-    spans = _spans_of_blocks(blocks.document_A.cpu()[order_A], blocks.position_A.cpu()[order_A], context, window)
-    is_sorted = bool((key_A.diff() >= 0).all())
-    order_A = order_A.to(device)
+    key_A = blocks.document_A * (1 << 40) + blocks.position_A
+    order_A = None if bool((key_A.diff() >= 0).all()) else key_A.argsort(stable=True)
+    blocks = blocks if order_A is None else blocks[order_A]
+    spans = _spans_of_blocks(blocks, context, window)
     tiles = []
-    for first, last in _groups(spans, block_size):
+    for first, last in _groups(spans, blocks.block_size):
         lo, hi = min(span[1] for span in spans[first:last]), max(span[2] for span in spans[first:last])
-        visible = context_visible_AKT(blocks[order_A[first:last]], context[lo:hi], window)
-        tiles.append(Tile(first, last, lo, hi, visible))
-    return TilePlan(tiles, None if is_sorted else order_A, block_visible_KK(block_size, window, device))
+        tiles.append(Tile(first, last, lo, hi, context_visible_AKT(blocks[first:last], context[lo:hi], window)))
+    return TilePlan(tiles, order_A, block_visible_KK(blocks.block_size, window, blocks.position_A.device))
 
 
-def _spans_of_blocks(document_A: Tensor, position_A: Tensor, context: Context, window: int | None) -> list[tuple[int, int, int]]:
+def _spans_of_blocks(blocks: Blocks, context: Context, window: int | None) -> list[tuple[int, int, int]]:
     """Of every block its document, and the first and the end of the context rows that some slot of it sees."""
     documents, lengths = context.document_T.cpu().unique_consecutive(return_counts=True)
     ends = lengths.cumsum(0)
@@ -161,7 +158,7 @@ def _spans_of_blocks(document_A: Tensor, position_A: Tensor, context: Context, w
         for document, start, end, offset in zip(documents.tolist(), starts.tolist(), ends.tolist(), offset_T[starts].tolist(), strict=True)
     }
     spans = []
-    for document, position in zip(document_A.tolist(), position_A.tolist(), strict=True):
+    for document, position in zip(blocks.document_A.tolist(), blocks.position_A.tolist(), strict=True):
         start, end, offset = places.get(document, (0, 0, 0))
         hi = min(max(position - offset, start), end)
         lo = start if window is None else min(max(position - offset - window + 1, start), hi)

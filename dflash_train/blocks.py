@@ -67,8 +67,8 @@ class Blocks:
         """Slots that count."""
         return int((self.weights_AK > 0).sum())
 
-    def __getitem__(self, chosen: Tensor) -> "Blocks":
-        """Some of the blocks, by their indices."""
+    def __getitem__(self, chosen: Tensor | slice) -> "Blocks":
+        """Some of the blocks, by their indices or as a slice of views."""
         return replace(self, **{name: tensor[chosen] for name, tensor in _present(self).items()})
 
     def to(self, device: torch.device | str) -> "Blocks":

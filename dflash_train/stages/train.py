@@ -316,7 +316,7 @@ class _Run:
             )
 
     def _heldout_samples(self) -> list[SampleRef]:
-        """The held-out samples to replay: the same random ones at every evaluation, because shards keep equal lengths together."""
+        """The held-out samples to replay: the same random ones at every evaluation, because a shard's samples run by length."""
         refs = _usable_samples(self.dataset, "heldout", self.is_main_process)
         if not refs and self.is_main_process:
             print("warning: no held-out samples, so there will be no tau and no best checkpoint (data.heldout_share)", flush=True)
