@@ -195,110 +195,103 @@ class TiledAttention:
     def __call__(self, q_AKHd: Tensor, context_k_THd: Tensor, context_v_THd: Tensor, block_k_AKHd: Tensor, block_v_AKHd: Tensor) -> Tensor:
         order_A = self.plan.order_A
         inputs = (q_AKHd, block_k_AKHd, block_v_AKHd)
-        q, k, v = inputs if order_A is None else (x[order_A] for x in inputs)
-        out_AKHd = _Tiled.apply(q, context_k_THd, context_v_THd, k, v, self.plan)
+        q, k, v = (x.flatten(0, 1) for x in (inputs if order_A is None else (x[order_A] for x in inputs)))
+        context_kv = (x.to(q.dtype).transpose(0, 1).contiguous() for x in (context_k_THd, context_v_THd))
+        out_AKHd = _Tiled.apply(q, *context_kv, k.to(q.dtype), v.to(q.dtype), self.plan).view_as(q_AKHd)
         return out_AKHd if order_A is None else out_AKHd[order_A.argsort()]
 
 
 class _Tiled(torch.autograd.Function):
-    """Everything heads first: [H, X, d] with X = A*K slots or T context tokens, so that a tile is a slice of rows."""
+    """Slots [X, H, d], X = A*K, come as they are; context tokens, which many tiles copy, with their heads first."""
 
     @staticmethod
-    def forward(ctx: Any, q_AKHd: Tensor, ck_THd: Tensor, cv_THd: Tensor, bk_AKHd: Tensor, bv_AKHd: Tensor, plan: TilePlan) -> Tensor:
-        dtype = q_AKHd.dtype
-        q_HXd = _heads_first(q_AKHd.flatten(0, 1) * q_AKHd.shape[-1] ** -0.5)
-        keys_values = [_heads_first(x.to(dtype)) for x in (ck_THd, cv_THd, bk_AKHd.flatten(0, 1), bv_AKHd.flatten(0, 1))]
-        out_HXd = torch.empty_like(q_HXd)
-        with torch.autocast(q_AKHd.device.type, enabled=False):
-            for tile in _TileViews.of(plan, q_HXd, *keys_values):
-                out_HXd[:, tile.rows] = (tile.probabilities() @ tile.v_hSd).view_as(out_HXd[:, tile.rows])
-        ctx.save_for_backward(q_HXd, *keys_values)
+    def forward(ctx: Any, q_XHd: Tensor, ck_hTd: Tensor, cv_hTd: Tensor, bk_XHd: Tensor, bv_XHd: Tensor, plan: TilePlan) -> Tensor:
+        inputs = (q_XHd, ck_hTd, cv_hTd, bk_XHd, bv_XHd)
+        ctx.save_for_backward(*inputs)
         ctx.plan = plan
-        ctx.dtypes = [x.dtype for x in (q_AKHd, ck_THd, cv_THd, bk_AKHd, bv_AKHd)]
-        return out_HXd.transpose(0, 1).reshape(q_AKHd.shape)
+        out_XHd = torch.empty_like(q_XHd)
+        with torch.autocast(q_XHd.device.type, enabled=False):
+            for tile in _TileWork.of(plan, *inputs):
+                tile.put_rows(out_XHd, tile.probabilities() @ tile.v_hSd)
+        return out_XHd
 
     @staticmethod
-    def backward(ctx: Any, grad_AKHd: Tensor) -> tuple[Tensor | None, ...]:
-        q_HXd, ck_hTd, cv_hTd, bk_hXd, bv_hXd = ctx.saved_tensors
-        grad_HXd = _heads_first(grad_AKHd.flatten(0, 1).to(q_HXd.dtype))
-        wide = torch.promote_types(q_HXd.dtype, torch.float32)  # many tiles add to one context row
-        dq, dbk, dbv = torch.empty_like(q_HXd), torch.empty_like(bk_hXd), torch.empty_like(bv_hXd)
+    def backward(ctx: Any, grad_XHd: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        q_XHd, ck_hTd, cv_hTd, bk_XHd, bv_XHd = inputs
+        wide = torch.promote_types(q_XHd.dtype, torch.float32)  # many tiles add to one context row
+        dq, dbk, dbv = torch.empty_like(q_XHd), torch.empty_like(bk_XHd), torch.empty_like(bv_XHd)
         dck, dcv = torch.zeros_like(ck_hTd, dtype=wide), torch.zeros_like(cv_hTd, dtype=wide)
-        with torch.autocast(grad_AKHd.device.type, enabled=False):
-            for tile in _TileViews.of(ctx.plan, q_HXd, ck_hTd, cv_hTd, bk_hXd, bv_hXd):
-                grad_hRd = tile.grouped(grad_HXd)
+        with torch.autocast(grad_XHd.device.type, enabled=False):
+            for tile in _TileWork.of(ctx.plan, *inputs):
+                grad_hRd = tile.grouped(grad_XHd)
                 p_hRS = tile.probabilities()
                 dv_hSd = p_hRS.transpose(1, 2) @ grad_hRd
                 dp_hRS = grad_hRd @ tile.v_hSd.transpose(1, 2)
                 ds_hRS = torch._softmax_backward_data(dp_hRS, p_hRS, -1, p_hRS.dtype)
-                dk_hSd = ds_hRS.transpose(1, 2) @ tile.q_hRd
-                dq[:, tile.rows] = (ds_hRS @ tile.k_hSd).view_as(dq[:, tile.rows])
-                dck[:, tile.context] += dk_hSd[:, : tile.num_context]
-                dcv[:, tile.context] += dv_hSd[:, : tile.num_context]
-                dbk[:, tile.rows] = dk_hSd[:, tile.num_context :]
-                dbv[:, tile.rows] = dv_hSd[:, tile.num_context :]
-        dq.mul_(q_HXd.shape[-1] ** -0.5)
-        slots, grads = grad_AKHd.shape[:2], (dq, dck, dcv, dbk, dbv)
-        flat = [grad.transpose(0, 1).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return flat[0].unflatten(0, slots), flat[1], flat[2], flat[3].unflatten(0, slots), flat[4].unflatten(0, slots), None
+                tile.put_rows(dq, (ds_hRS @ tile.k_hSd).mul_(tile.scale))
+                tile.put_keys(dck, dbk, ds_hRS.transpose(1, 2) @ tile.q_hRd)
+                tile.put_keys(dcv, dbv, dv_hSd)
+        return dq, dck.to(ck_hTd.dtype), dcv.to(cv_hTd.dtype), dbk, dbv, None
 
 
 @dataclass(frozen=True)
-class _TileViews:
-    """A tile's queries [Hkv, R, d], R = query heads per kv head times slots, and its keys and values: context, then its own slots."""
+class _TileWork:
+    """A tile's scaled queries [Hkv, R, d], R = query heads per kv head times slots; its keys and values: context, then own slots."""
 
-    tile: Tile
-    block_size: int
+    rows: slice
+    context: slice
+    visible_GKS: Tensor
     block_visible_KK: Tensor
     q_hRd: Tensor
     k_hSd: Tensor
     v_hSd: Tensor
 
     @classmethod
-    def of(cls, plan: TilePlan, q_HXd: Tensor, ck_hTd: Tensor, cv_hTd: Tensor, bk_hXd: Tensor, bv_hXd: Tensor) -> "Iterator[_TileViews]":
+    def of(cls, plan: TilePlan, q_XHd: Tensor, ck_hTd: Tensor, cv_hTd: Tensor, bk_XHd: Tensor, bv_XHd: Tensor) -> "Iterator[_TileWork]":
         """The tiles of a plan, one after the other."""
         block_size, num_kv_heads = len(plan.block_visible_KK), len(ck_hTd)
         for tile in plan.tiles:
             rows, context = slice(tile.first * block_size, tile.last * block_size), slice(tile.lo, tile.hi)
-            k_hSd, v_hSd = (torch.cat([c[:, context], b[:, rows]], dim=1) for c, b in ((ck_hTd, bk_hXd), (cv_hTd, bv_hXd)))
-            yield cls(tile, block_size, plan.block_visible_KK, _grouped(q_HXd[:, rows], num_kv_heads), k_hSd, v_hSd)
+            k_hSd, v_hSd = (torch.cat([c[:, context], b[rows].transpose(0, 1)], dim=1) for c, b in ((ck_hTd, bk_XHd), (cv_hTd, bv_XHd)))
+            q_hRd = _grouped(q_XHd[rows], num_kv_heads) * q_XHd.shape[-1] ** -0.5
+            yield cls(rows, context, tile.context_visible_GKS, plan.block_visible_KK, q_hRd, k_hSd, v_hSd)
 
     @property
-    def rows(self) -> slice:
-        """Its slots."""
-        return slice(self.tile.first * self.block_size, self.tile.last * self.block_size)
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.q_hRd.shape[-1] ** -0.5
 
-    @property
-    def context(self) -> slice:
-        """Its context rows."""
-        return slice(self.tile.lo, self.tile.hi)
+    def grouped(self, x_XHd: Tensor) -> Tensor:
+        """Its rows of [X, H, d] as [Hkv, R, d]."""
+        return _grouped(x_XHd[self.rows].to(self.q_hRd.dtype), len(self.k_hSd))
 
-    @property
-    def num_context(self) -> int:
-        return self.tile.hi - self.tile.lo
+    def put_rows(self, out_XHd: Tensor, x_hRd: Tensor) -> None:
+        """Its rows [Hkv, R, d] to where they belong."""
+        out_XhGd = out_XHd[self.rows].unflatten(1, (len(x_hRd), -1))
+        out_XhGd.copy_(x_hRd.view(len(x_hRd), -1, *out_XhGd.shape[::3]).permute(2, 0, 1, 3))
 
-    def grouped(self, x_HXd: Tensor) -> Tensor:
-        """Its rows of [H, X, d] as [Hkv, R, d]."""
-        return _grouped(x_HXd[:, self.rows], len(self.k_hSd))
+    def put_keys(self, context_hTd: Tensor, own_XHd: Tensor, x_hSd: Tensor) -> None:
+        """Adds the context's part of [Hkv, S, d] and sets that of its own slots."""
+        num_context = self.context.stop - self.context.start
+        context_hTd[:, self.context] += x_hSd[:, :num_context]
+        own_XHd[self.rows] = x_hSd[:, num_context:].transpose(0, 1)
 
     def probabilities(self) -> Tensor:
         """[Hkv, R, S + own slots]; the mask is added in place."""
         scores_hRS = self.q_hRd @ self.k_hSd.transpose(1, 2)
-        num_blocks = self.tile.last - self.tile.first
-        shape = (len(scores_hRS), -1, num_blocks, self.block_size, scores_hRS.shape[-1])
+        block_size, num_context = len(self.block_visible_KK), self.context.stop - self.context.start
+        num_blocks = (self.rows.stop - self.rows.start) // block_size
         own_GKGK = torch.eye(num_blocks, dtype=torch.bool, device=scores_hRS.device)[:, None, :, None] & self.block_visible_KK[:, None]
-        scores = scores_hRS.view(shape)
-        scores[..., : self.num_context] += _bias(self.tile.context_visible_GKS, scores.dtype)
-        scores[..., self.num_context :] += _bias(own_GKGK.flatten(2), scores.dtype)
+        scores = scores_hRS.view(len(scores_hRS), -1, num_blocks, block_size, scores_hRS.shape[-1])
+        scores[..., :num_context] += _bias(self.visible_GKS, scores.dtype)
+        scores[..., num_context:] += _bias(own_GKGK.flatten(2), scores.dtype)
         return scores_hRS.softmax(-1)
 
 
-def _heads_first(x_XHd: Tensor) -> Tensor:
-    return x_XHd.transpose(0, 1).contiguous()
-
-
-def _grouped(x_HXd: Tensor, num_kv_heads: int) -> Tensor:
-    return x_HXd.unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+def _grouped(x_XHd: Tensor, num_kv_heads: int) -> Tensor:
+    """Heads first, those that share a kv head behind one another: [X, H, d] as [Hkv, H/Hkv * X, d]."""
+    return x_XHd.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:

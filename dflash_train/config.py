@@ -272,7 +272,7 @@ class DrafterConfig:
 
 
 _POSITIVE_TRAIN_SETTINGS = (
-    *("epochs", "lr", "tokens_per_step", "tokens_per_pack", "anchors_per_document", "shuffle_shards", "head_chunk_bytes", "max_grad_norm"),
+    *("epochs", "lr", "tokens_per_step", "tokens_per_pack", "anchors_per_document", "shuffle_shards", "max_grad_norm"),
     *("log_every_steps", "evaluate_every_steps", "checkpoint_every_steps", "keep_checkpoints"),
 )
 
@@ -302,7 +302,7 @@ class TrainConfig:
     mixed_precision: MixedPrecision = MixedPrecision.no  # compute dtype; master weights stay fp32
     attention: AttentionBackend = AttentionBackend.auto  # of the training step: dense, tiled or flex; auto picks by device
     compile: bool = False  # torch.compile of the layers: a minute or two at the start, then faster steps; left out without a compiler
-    head_chunk_bytes: int = 268435456  # bytes of logits held at once
+    head_chunk_bytes: int | None = None  # bytes of logits held at once; null: 64 MiB on a CPU, 1 GiB on a GPU
     loader_workers: int = 1  # threads per rank that read ahead, a pack each; 0 reads when a pack is needed
     log_every_steps: int = 10  # optimizer steps between rows of metrics.jsonl
     evaluate_every_steps: int = 500  # held-out replay tau; the last step is always evaluated
@@ -315,7 +315,7 @@ class TrainConfig:
     wandb_name: str | None = None  # null: wandb invents one
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "decay_gamma", "heldout_documents"):
+        for name in ("max_steps", "decay_gamma", "heldout_documents", "head_chunk_bytes"):
             if getattr(self, name) is not None:
                 _positive(f"train.{name}", getattr(self, name))
         for name in _POSITIVE_TRAIN_SETTINGS:

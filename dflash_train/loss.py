@@ -23,6 +23,11 @@ from dflash_train.target import TeacherHead
 SLAB_BYTES = 1 << 20  # on a CPU: of a matrix in the softmax's dtype, so that a few of them lie in a core's cache
 
 
+def head_chunk_bytes(setting: int | None, on_gpu: bool) -> int:
+    """`train.head_chunk_bytes`, or what null means: enough rows to keep a device busy while it reads the head once per chunk."""
+    return setting or (1 << 30 if on_gpu else 1 << 26)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a slot is held to, and what it weighs."""

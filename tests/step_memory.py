@@ -17,6 +17,7 @@ from dflash_train.blocks import build_blocks
 from dflash_train.config import DrafterConfig, LayerType, TrainConfig
 from dflash_train.drafter import DFlashDraftModel, drafter_config
 from dflash_train.layers import LayerIds
+from dflash_train.loss import head_chunk_bytes
 from dflash_train.optimizer import make_optimizer
 from dflash_train.packing import Step
 from dflash_train.target import TargetEnds
@@ -103,7 +104,7 @@ def main(name: str, precision: str) -> None:
         optimizer=make_optimizer(drafter, train.weight_decay),
         ends=TargetEnds(*(torch.empty(size, dtype=dtype).normal_(std=0.02) for _ in range(2))),
         max_grad_norm=train.max_grad_norm,
-        head_chunk_bytes=train.head_chunk_bytes,
+        head_chunk_bytes=head_chunk_bytes(train.head_chunk_bytes, on_gpu=False),
     )
     packs = repeat(make_pack(shape))
     for number in (1, 2):

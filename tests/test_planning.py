@@ -43,7 +43,7 @@ TINY = DrafterShape(
     block_size=4,
     vocab_size=100,
 )
-PLAIN = StepSettings(compute_bytes=4, muon=False, ema=False, several_processes=False, accumulates=True, head_chunk_bytes=1 << 28)
+PLAIN = StepSettings(compute_bytes=4, muon=False, ema=False, several_processes=False, accumulates=True, head_chunk_bytes=1 << 26)
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
 

@@ -75,6 +75,7 @@ from dflash_train.config import AttentionBackend, TrainConfig
 from dflash_train.drafter import DFlashDraftModel
 from dflash_train.errors import UserError
 from dflash_train.launch import keep_until_exit, make_accelerator
+from dflash_train.loss import head_chunk_bytes
 from dflash_train.optimizer import make_optimizer
 from dflash_train.packing import Step
 from dflash_train.target import TargetEnds
@@ -112,7 +113,7 @@ def make_trainer(shape: StepShape, dtype: str, backend: str) -> Trainer:
         optimizer=make_optimizer(drafter, settings.weight_decay),
         ends=TargetEnds(*(table.to(accelerator.device) for table in frozen_tables(shape, DTYPES[dtype]))),
         max_grad_norm=settings.max_grad_norm,
-        head_chunk_bytes=settings.head_chunk_bytes,
+        head_chunk_bytes=head_chunk_bytes(settings.head_chunk_bytes, accelerator.device.type != "cpu"),
     )
 
 

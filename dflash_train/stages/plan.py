@@ -29,6 +29,7 @@ from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.features.shard import payload_bytes, shard_layout
 from dflash_train.launch import refuse_several_processes
 from dflash_train.layers import FeatureContract, LayerIds
+from dflash_train.loss import head_chunk_bytes
 from dflash_train.packing import Pack, RunPlan, usable
 from dflash_train.planning import (
     RUNTIME_BYTES,
@@ -254,7 +255,7 @@ def step_settings(config: Config, data: PlannedData) -> StepSettings:
         ema=train.ema is not None,
         several_processes=config.plan.num_processes > 1,
         accumulates=data.packs_per_step > config.plan.num_processes,
-        head_chunk_bytes=train.head_chunk_bytes,
+        head_chunk_bytes=head_chunk_bytes(train.head_chunk_bytes, on_gpu=True),
         dense_attention=train.attention is AttentionBackend.dense,
     )
 

@@ -40,7 +40,7 @@ from dflash_train.errors import UserError
 from dflash_train.features.reader import FeatureDataset, SampleRef
 from dflash_train.launch import from_main_process, keep_until_exit, make_accelerator
 from dflash_train.layers import FeatureContract
-from dflash_train.loss import Objective, tv_share_at
+from dflash_train.loss import Objective, head_chunk_bytes, tv_share_at
 from dflash_train.optimizer import lr_at, make_optimizer
 from dflash_train.packing import Coverage, RunPlan, pack_fill, usable
 from dflash_train.progress import Progress
@@ -196,7 +196,7 @@ def _make_trainer(
         optimizer=optimizer,
         ends=load_ends(config.target, accelerator.device, head_dtype),
         max_grad_norm=config.train.max_grad_norm,
-        head_chunk_bytes=config.train.head_chunk_bytes,
+        head_chunk_bytes=head_chunk_bytes(config.train.head_chunk_bytes, accelerator.device.type != "cpu"),
         ema=ema,
         teacher_head=None if config.train.loss is Loss.ce else load_teacher_head(config.target, accelerator.device, head_dtype),
     )
